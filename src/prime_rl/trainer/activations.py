@@ -280,7 +280,8 @@ def _checkpoint(level: "Recompute", kept: set[Any], wide: set[int]) -> Callable[
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = operator in kept
         if products and operator in _PRODUCTS:
-            keep = args[_PRODUCTS[operator]].shape[-1] not in recomputed
+            width = args[_PRODUCTS[operator]].shape[-1]  # perhaps symbolic, which no set can look up
+            keep = all(width != one for one in recomputed)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return partial(plain, context_fn=partial(create_selective_checkpoint_contexts, policy))

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes, local_ranks
+from prime_rl.trainer import recurrent
 from prime_rl.trainer.activations import LAG, LEVELS
 from prime_rl.trainer.parallel import World, gather
 from prime_rl.trainer.source import attention_heads, one_line
@@ -52,7 +53,8 @@ class Shape:
     """What of a model memory and time depend on; widths in elements.
 
     `feed_forward` is the inner width of the feed-forward layer, for a mixture of experts of all that one token is sent
-    to; `chosen` is how many these are (dense: 1).
+    to; `chosen` is how many these are (dense: 1). `mixed` is what the projections of a recurrent layer give for a token;
+    every layer counts as such a layer and as one with attention.
     """
 
     layers: int
@@ -66,6 +68,7 @@ class Shape:
     root_parameters: int  # embedding, last norm and head: of no layer
     experts: int = 0
     chosen: int = 1
+    mixed: int = 0
 
     @classmethod
     def of(cls, lm: PreTrainedModel) -> "Shape":
@@ -76,18 +79,20 @@ class Shape:
         total = sum(parameter.numel() for parameter in lm.parameters())
         in_layers = sum(parameter.numel() for parameter in lm.model.layers.parameters())
         chosen = text.num_experts_per_tok if experts else 1
+        expert_width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
         return cls(
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             heads=heads,
             key_value_heads=key_value_heads,
             head_size=head_size,
-            feed_forward=chosen * text.moe_intermediate_size if experts else text.intermediate_size,
+            feed_forward=chosen * expert_width if experts else text.intermediate_size,
             vocabulary=text.vocab_size,
             parameters=total,
             root_parameters=total - in_layers,
             experts=experts,
             chosen=chosen,
+            mixed=max(map(recurrent.projected_width, lm.model.layers)),
         )
 
     @property
@@ -199,12 +204,14 @@ def kept_bytes(shape: Shape, job: Job, level: "Recompute") -> int:
         numbers, floats = numbers + s.query, floats + s.heads
     if rank <= LEVELS.index("wide"):  # queries, keys, values, output of attention's last product; the router's logits
         numbers, floats = numbers + s.query + 2 * s.key_value + s.hidden, floats + s.experts
+        numbers += s.mixed
     if rank <= LEVELS.index("pointwise"):  # gate and up
         numbers += 2 * s.feed_forward
     if level == "none":
         # Inputs of the products: two norms' outputs (experts: a copy for each), the activation, rotated queries and keys.
         numbers += s.hidden + s.chosen * s.hidden + s.feed_forward + s.query + s.key_value
         floats += s.heads + s.key_value_heads + 2 + (s.hidden if s.experts else 0)  # statistics; the router's input
+        floats += 8 * s.mixed  # eager, in float32: convolution, activations, keys and values of the scan; not measured
     return job.tokens * (numbers * job.itemsize + 4 * floats)
 
 

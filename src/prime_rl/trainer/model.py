@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from prime_rl.errors import UserError
-from prime_rl.trainer import attention, moe
+from prime_rl.trainer import attention, moe, recurrent
 from prime_rl.trainer.activations import checkpoint_layers, offload_layers, wide_products
 from prime_rl.trainer.lm_head import HeadForm, TokenLoss, fused_token_loss, logprob_entropy
 from prime_rl.trainer.loss import SequenceLoss
@@ -132,9 +132,12 @@ Unit = FSDPModule | SingleRankUnit
 class Policy(nn.Module):
     """Backbone and head under one root, so that FSDP sees a single forward; the head of `lm` (transformers) is not called."""
 
-    def __init__(self, lm: PreTrainedModel, memory: MemoryPlan, compiled: bool, head_form: HeadForm) -> None:
+    def __init__(
+        self, lm: PreTrainedModel, memory: MemoryPlan, compiled: bool, head_form: HeadForm, is_recurrent: bool = False
+    ) -> None:
         super().__init__()
         self.lm, self.memory, self.compiled, self.head_form = lm, memory, compiled, head_form
+        self.is_recurrent = is_recurrent
         self.head_chunk, self.frees_weights = memory.settings.head_chunk, memory.settings.reshard
         self.units: list[Unit] = []
         self.hookless: list[Unit] = []  # those that have to be gathered here
@@ -152,6 +155,7 @@ class Policy(nn.Module):
             position_ids=batch.position_ids[None],
             use_cache=False,
             **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
+            **(recurrent.boundaries(batch.boundaries) if self.is_recurrent else {}),
         ).last_hidden_state[0]
         head = hidden_TH.index_select(0, batch.loss_index), self.lm.lm_head.weight, batch.labels, batch.inv_temperature
         del hidden_TH  # nothing else reads it, and the head is where memory peaks
@@ -285,6 +289,7 @@ def build_policy(
         if config.compile:
             raise UserError(f"model.compile: {source.name} has experts, which compile in bfloat16 only (model.dtype)")
         compiled = False
+    mixers = recurrent.split_documents(lm, world)
     kept = attention.set_up(config.attention, source.config, dtype, world)
     lm.set_attn_implementation(attention.NAME)
     lm.train()
@@ -293,12 +298,16 @@ def build_policy(
     blocks = checkpoint_layers(lm.model.layers, settings.levels, kept | moe.KEPT, wide_products(source.config))
     apart = lm.model.layers, lm.get_input_embeddings()  # the rest is the norm before the head
     others = [each for each in lm.model.children() if each not in apart and any(True for _ in each.parameters())]
-    for module in [*blocks, *others] if compiled else ():
+    # Mixers are no graphs; the other parts of their layers that multiply by matrices are compiled, each by itself.
+    graphs = [*blocks, *others]
+    if mixers:
+        graphs = [part for block in blocks for part in recurrent.without(block, mixers)] + others
+    for module in graphs if compiled else ():
         module.compile(fullgraph=True)
     if settings.offloaded:
         blocks = offload_layers(blocks, world.device, settings.offloaded)
     lm.model.layers = nn.ModuleList(blocks)
-    policy = Policy(lm, memory, compiled, head_form)
+    policy = Policy(lm, memory, compiled, head_form, bool(mixers))
     if world.size == 1 and not settings.reshard:
         routers = [block.gate.weight for block in moe.sparse_blocks(policy)]
         policy.units = policy.hookless = [SingleRankUnit(policy, world.mesh, dtype, routers)]
@@ -350,4 +359,9 @@ def _check_architecture(lm: PreTrainedModel, name: str) -> None:
     if not isinstance(inner.get("layers"), nn.ModuleList) or not isinstance(head, nn.Linear):
         raise UserError(
             f"model {name} ({type(lm).__name__}) has not the form `.model.layers` + `.lm_head` that the trainer needs"
+        )
+    layers = [set(layer.parameters()) for layer in lm.model.layers]
+    if len(set().union(*layers)) < sum(map(len, layers)):
+        raise UserError(
+            f"model {name} ({type(lm).__name__}) shares weights between its layers, which are sharded one by one"
         )

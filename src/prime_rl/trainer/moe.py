@@ -48,7 +48,8 @@ def replace_blocks(lm: PreTrainedModel, name: str) -> None:
             if isinstance(block, Qwen3MoeSparseMoeBlock):
                 setattr(module, child, SparseBlock(block))
     known = {parameter for block in sparse_blocks(lm) for parameter in block.experts.parameters()}
-    if any(parameter.ndim == 3 and parameter not in known for parameter in lm.parameters()):
+    unknown = (key for key, each in lm.named_parameters() if each.ndim == 3 and each not in known)
+    if any(key.endswith("_proj") for key in unknown):
         raise UserError(
             f"model {name} ({type(lm).__name__}) has experts of a family that the trainer does not know; it knows Qwen3-MoE"
         )

@@ -49,6 +49,7 @@ class MicroBatch:
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, restarting in every document
     cu_seqlens: Tensor  # [D + 1] int32
+    boundaries: npt.NDArray[np.int32]  # the same, always on the host
     max_seqlen: int
     loss_index: Tensor  # [L] int64
     labels: Tensor  # [L] int64
@@ -158,10 +159,12 @@ def collate(documents: Sequence[Document], streams: int, multiple_of: int = 1) -
     labels = np.flatnonzero(trained)
     cooling = np.array([1.0 / document.temperature for document in documents], dtype=np.float32)
     columns = np.concatenate([document.streams for document in documents], axis=1)
+    boundaries = np.append(0, stops).astype(np.int32)
     return MicroBatch(
         input_ids=torch.from_numpy(ids),
         position_ids=torch.from_numpy(np.arange(len(ids)) - np.repeat(starts, lengths)),
-        cu_seqlens=torch.from_numpy(np.append(0, stops).astype(np.int32)),
+        cu_seqlens=torch.from_numpy(boundaries),
+        boundaries=boundaries,
         max_seqlen=int(lengths.max()),
         loss_index=torch.from_numpy(labels - 1),
         labels=torch.from_numpy(ids[labels]),

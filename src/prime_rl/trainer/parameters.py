@@ -96,8 +96,10 @@ def initialize_buffers(lm: PreTrainedModel, name: str) -> None:
     """Recompute buffers that no checkpoint carries (rotary frequencies), set counters to zero."""
     for buffer in lm.buffers():
         buffer.fill_(torch.nan if buffer.is_floating_point() else 0)
-    for module in lm.modules():
-        if next(module.buffers(recurse=False), None) is not None:
+    for parameter in lm.parameters():
+        parameter._is_hf_initialized = True  # else transformers would draw values for it
+    for module in lm.modules():  # the backbone writes buffers of its layers in some families
+        if module is lm.model or next(module.buffers(recurse=False), None) is not None:
             lm._init_weights(module)
     for key, buffer in lm.named_buffers():
         if buffer.is_floating_point() and buffer.isnan().any():

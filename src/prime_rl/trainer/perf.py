@@ -1,10 +1,12 @@
 """Throughput, model FLOP utilisation and peak memory of a step."""
 
+import inspect
 import resource
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from prime_rl.trainer import recurrent
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import attention_heads
@@ -35,22 +37,32 @@ def matmul_parameters(lm: PreTrainedModel) -> int:
     """Parameters that a token is multiplied by: all matrices, the head included, and of the experts those it is sent to.
 
     The embedding is looked up, but a tied head multiplies by the same matrix. Experts are kept as [experts, out, in].
+    Of recurrent layers convolutions and gates count, the products of their state with itself do not: it is no parameter.
     """
     lookup = lm.get_input_embeddings().weight
     chosen = getattr(lm.config.get_text_config(), "num_experts_per_tok", None) or 1
-    matrices = sum(p.numel() for p in lm.parameters() if p.ndim == 2 and p is not lookup)
-    experts = sum(p.numel() * chosen // p.shape[0] for p in lm.parameters() if p.ndim == 3)
+    whole = {parameter for mixer in recurrent.mixers(lm.model.layers) for parameter in mixer.parameters()}
+    matrices = sum(
+        p.numel() for p in lm.parameters() if (p.ndim == 2 or (p.ndim == 3 and p in whole)) and p is not lookup
+    )
+    experts = sum(p.numel() * chosen // p.shape[0] for p in lm.parameters() if p.ndim == 3 and p not in whole)
     return matrices + experts + (lookup.numel() if lm.lm_head.weight is lookup else 0)
+
+
+def attention_layers(lm: PreTrainedModel) -> int:
+    """The modules whose forward looks an attention function up: in hybrids fewer than there are layers."""
+    calls = (inspect.unwrap(type(module).forward).__code__.co_names for module in lm.model.layers.modules())
+    return sum("ALL_ATTENTION_FUNCTIONS" in names for names in calls)
 
 
 def step_costs(lm: PreTrainedModel, config: PretrainedConfig) -> Costs:
     """FLOP of forward and backward over a document, with causal attention and without recomputation.
 
-    6 per matmul parameter and token; 12 · layers · heads · head size per pair of tokens, of which a document of n tokens
-    has n²/2.
+    6 per matmul parameter and token; 12 · layers with attention · heads · head size per pair of tokens, of which a
+    document of n tokens has n²/2.
     """
     heads, _, size = attention_heads(config)
-    return Costs(6.0 * matmul_parameters(lm), 6.0 * int(config.get_text_config().num_hidden_layers) * heads * size)
+    return Costs(6.0 * matmul_parameters(lm), 6.0 * attention_layers(lm) * heads * size)
 
 
 def ideal_seconds(flops: float, world: World) -> float | None:
