@@ -69,8 +69,7 @@ def check_policy(policy: Policy, name: str, world: World, computed: torch.dtype)
             # Without a backward pass the gathered weights would stay, and the next forward would use them.
             for unit in policy.units:
                 unit.reshard()
-    log_p_LV = torch.log_softmax(logits_LV * batch.inv_temperature[:, None], -1)
-    theirs_L = log_p_LV.gather(1, batch.labels[:, None]).squeeze(1)
+    theirs_L = torch.log_softmax(logits_LV * batch.inv_temperature[:, None], -1).gather(1, batch.labels[:, None])[:, 0]
     gap_L, limit = (ours_L - theirs_L).abs(), EXACT_LIMIT
     gap, family = gap_L.max().item(), type(lm).__name__
     if computed != torch.float32:
