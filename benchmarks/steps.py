@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.config.trainer import WeightsConfig
@@ -45,6 +45,14 @@ _SMALL: dict[str, Any] = {
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 TINY = {"tiny": Qwen3Config(**_SMALL), "tiny-moe": Qwen3MoeConfig(**_SMALL, **_EXPERTS)}
+# Published shapes that `find_model` does not know: a quarter of the layers attend, the others are gated delta rules.
+SHAPES = {
+    "Qwen3.5-0.8B": Qwen3_5TextConfig(
+        vocab_size=248320, hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16,
+        linear_key_head_dim=128, linear_value_head_dim=128, tie_word_embeddings=True,
+    )
+}  # fmt: skip
 TOKENIZER = Path(__file__).parent.parent / "assets" / "tiny-reverse"
 SAMPLES = 128  # of a step whose lengths are spread as rollouts are, per rank: about seven micro-batches of 16k tokens
 
@@ -54,7 +62,7 @@ class Case:
     """One row of a table.
 
     Args:
-        model: 0.6B, 1.7B, 4B, 8B, 30B-A3B, tiny or tiny-moe; random weights.
+        model: 0.6B, 1.7B, 4B, 8B, 30B-A3B, Qwen3.5-0.8B, tiny or tiny-moe; random weights.
         documents: Of a micro-batch: `16x4096` (number x tokens), or `lognormal:16384` (128 samples a step and rank with the
             lengths of rollouts, in as many micro-batches of so many tokens as they need).
         loss: `rl` or `sft`.
@@ -127,8 +135,8 @@ def parse_case(text: str) -> Case:
 
 def model_source(model: str, layers: int | None = None) -> Source:
     """Random weights of a model's shape, or of its first layers."""
-    if model in TINY:
-        return Source(model, copy.deepcopy(TINY[model]), None)
+    if model in TINY or model in SHAPES:
+        return Source(model, copy.deepcopy({**TINY, **SHAPES}[model]), None)
     source = find_model(f"Qwen/Qwen3-{model}", random_weights=True)
     if layers is not None:
         source.config.num_hidden_layers = layers
