@@ -262,7 +262,9 @@ class Bench:
         """The settings that were chosen, in short."""
         config = self.config.model
         capability, dtype = attention.capability_of(self.world.device), compute_dtype(config.dtype, self.world.device)
-        backend, _ = attention.choose(config.attention, capability, dtype, attention_heads(self.shape)[2])
+        backend, _ = attention.choose(
+            config.attention, capability, dtype, attention.Needs(attention_heads(self.shape)[2])
+        )
         return f"{backend}, {self.policy.memory.settings}"
 
     def estimated_gib(self) -> float | None:

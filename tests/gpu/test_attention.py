@@ -10,7 +10,8 @@ from torch._dynamo.utils import counters
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from prime_rl.trainer import attention
-from prime_rl.trainer.attention_kernels import KERNELS
+from prime_rl.trainer.attention_kernels import EXPLICIT, KERNELS
+from prime_rl.trainer.attention_needs import Needs
 from support import attention as support
 from support.attention import with_gradients
 
@@ -29,7 +30,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 @pytest.fixture(params=KERNELS)
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend that this machine has."""
-    reason = attention.why_not(request.param, attention.capability_of(GPU), torch.bfloat16, HEAD_DIM)
+    reason = attention.why_not(request.param, attention.capability_of(GPU), torch.bfloat16, Needs(HEAD_DIM))
     if reason is not None:
         assert not reason.startswith("cannot be loaded"), reason  # what is installed must work
         pytest.skip(f"{request.param} {reason}")
@@ -72,6 +73,27 @@ def test_out_and_gradients(backend: str, heads: tuple[int, int], window: int | N
             assert a.abs().max() < 1e-2, name  # a token that sees itself alone: its scores do not matter
         else:
             assert relative_error(a, b) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("changed", ["sinks", "smaller values"])
+def test_changed_scores(backend: str, changed: str) -> None:
+    """Sinks, and values that are smaller than keys, against the written-out operations in float32."""
+    q, k, v, d_out = qkv(LENGTHS, 16, 8)
+    inputs = [q, k, v[..., :64] if changed == "smaller values" else v]
+    sinks = torch.linspace(-2, 3, 16, device=GPU) if changed == "sinks" else None
+    d_out = d_out[..., : inputs[2].shape[-1]]
+    attention.register(backend)
+    function, mask = ALL_ATTENTION_FUNCTIONS[attention.NAME], support.boundaries(LENGTHS, "cuda")
+
+    def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        plain = (x[0].transpose(0, 1) for x in (q, k, v))
+        arguments = *support.pack(LENGTHS, "cuda"), HEAD_DIM**-0.5, None, None, sinks
+        return EXPLICIT(*plain, *arguments)[0][None]
+
+    got = with_gradients(lambda *qkv: function(None, *qkv, None, s_aux=sinks, **mask)[0], inputs, d_out)
+    want = with_gradients(written_out, [x.float() for x in inputs], d_out.float())
+    for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+        assert relative_error(a, b) < TOLERANCE, name
 
 
 def test_compiled_blocks_serve_every_pack(backend: str) -> None:

@@ -5,15 +5,26 @@ windows, tracing. tests/gpu/test_attention.py compares all real kernels with `sd
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from prime_rl.trainer import attention
 from prime_rl.trainer.attention_kernels import Grads, Mask, packed_operator
+from prime_rl.trainer.attention_needs import examine
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.parameters import initialize_buffers
 
 
 def pack(lengths: Sequence[int], device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -32,17 +43,27 @@ def with_gradients(kernel: Callable[..., Tensor], inputs: Any, d_out: Tensor, *m
     return out.detach(), *torch.autograd.grad(out, leaves, d_out)
 
 
-def explicit(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, window: int | None) -> Tensor:
-    """Token by token and head by head: softmax over the last `window` tokens of the document, itself included.
-    Differentiable."""
+def explicit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Token by token and head by head: softmax over the last `window` tokens of the document, itself included, and the
+    head's sink. Differentiable."""
     group, rows, start = q.shape[1] // k.shape[1], [], 0
     for length in lengths:
         for row in range(start, start + length):
-            seen = slice(start if window is None else max(start, row - window + 1), row + 1)
-            heads = [
-                torch.softmax(scale * k[seen, head // group] @ q[row, head], 0) @ v[seen, head // group]
-                for head in range(q.shape[1])
-            ]
+            seen, heads = slice(start if window is None else max(start, row - window + 1), row + 1), []
+            for head in range(q.shape[1]):
+                x = scale * k[seen, head // group] @ q[row, head]
+                x = x if softcap is None else softcap * torch.tanh(x / softcap)
+                x = x if sinks is None else torch.cat([x, sinks[head : head + 1]])
+                heads.append(torch.softmax(x, 0)[: seen.stop - seen.start] @ v[seen, head // group])
             rows.append(torch.stack(heads))
         start += length
     return torch.stack(rows)
@@ -104,3 +125,97 @@ def hidden_and_gradient(lm: Qwen3ForCausalLM, lengths: Sequence[int], device: st
     gradient = lm.model.embed_tokens.weight.grad
     assert gradient is not None
     return hidden.detach(), gradient.clone()
+
+
+# Models of every kind of attention
+
+_MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+_ALTERNATING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def _rope(kind: str, **settings: object) -> dict[str, object]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 100.0, **settings}}
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("gemma2", {**_ALTERNATING, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5}),
+    "vaultgemma": ("vaultgemma", {**_ALTERNATING, "attn_logit_softcapping": 1.5}),
+    "gpt_oss": ("gpt_oss", {**_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2, **_rope("default")}),
+    "granite_swa": ("granite_swa", _ALTERNATING),
+    "mistral": ("mistral", {"sliding_window": 6}),
+    "ministral": ("ministral", {**_ALTERNATING, **_rope("default")}),
+    "qwen2": ("qwen2", {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}),
+    "gemma3": ("gemma3_text", {**_ALTERNATING, "query_pre_attn_scalar": 5}),
+    "cohere2": ("cohere2", _ALTERNATING),
+    "exaone4": ("exaone4", _ALTERNATING),
+    "olmo3": ("olmo3", _ALTERNATING),
+    "smollm3": ("smollm3", {**_ALTERNATING, "use_sliding_window": True, "no_rope_layers": [1, 0]}),
+    "deepseek_v2": ("deepseek_v2", {**_MLA, "head_dim": 4, "first_k_dense_replace": 2, "num_key_value_heads": 4}),
+    "deepseek_v3": ("deepseek_v3", {**_MLA, "head_dim": 4, "first_k_dense_replace": 2, "num_key_value_heads": 4}),
+    "minicpm3": ("minicpm3", {**_MLA, "num_key_value_heads": 4}),
+    "llama4": (
+        "llama4_text",
+        {"attention_chunk_size": 80, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
+        | {"interleave_moe_layer_step": 0, "moe_layers": [], "intermediate_size_mlp": 64, **_rope("default")},
+    ),
+    "linear rope": ("llama", _rope("linear", factor=4.0)),
+    "dynamic rope": ("llama", _rope("dynamic", factor=4.0)),
+    "yarn rope": ("llama", _rope("yarn", factor=4.0, original_max_position_embeddings=32)),
+    "longrope": (
+        "llama",
+        _rope(
+            "longrope", factor=4.0, original_max_position_embeddings=80, short_factor=[1.5] * 4, long_factor=[3.0] * 4
+        ),
+    ),
+    "llama3 rope": (
+        "llama",
+        _rope("llama3", factor=4.0, original_max_position_embeddings=32, low_freq_factor=1.0, high_freq_factor=4.0),
+    ),
+    "persimmon": ("persimmon", {"hidden_act": "relu"}),
+}
+"""Tiny models: model type and settings besides those of `tiny_config`."""
+
+
+def tiny_config(model_type: str, **settings: Any) -> PretrainedConfig:
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    return AutoConfig.for_model(model_type, **{**shape, **settings})
+
+
+def eager_and_packed(config: PretrainedConfig, world: World, tokens: int) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A random model of transformers with its own attention, and the same with ours, for packs of `tokens` tokens."""
+    torch.manual_seed(0)
+    eager = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in eager.parameters():  # attention must matter
+            parameter.normal_(float(parameter.ndim == 1), 0.3)
+    with torch.device("meta"):
+        packed = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32)
+    attention.set_up("auto", examine(packed.train(), config.model_type, tokens), torch.float32, world)
+    packed.set_attn_implementation(attention.NAME)
+    packed.to_empty(device="cpu")
+    packed.tie_weights()
+    initialize_buffers(packed, config.model_type)
+    packed.load_state_dict(eager.state_dict())
+    return eager, packed
+
+
+def logprobs(lm: PreTrainedModel, ids: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+    """Of each token [T] but the first of its document, which is 0; documents of `lengths` for our attention, else one."""
+    parts = [len(ids)] if lengths is None else lengths
+    positions = torch.cat([torch.arange(n) for n in parts])
+    documents = {} if lengths is None else {"position_ids": positions[None], **boundaries(lengths)}
+    logits = lm(input_ids=ids[None], use_cache=False, **documents).logits[0]
+    labels = ids.roll(-1)[:, None]
+    return torch.where(positions > 0, logits.log_softmax(-1).gather(1, labels)[:, 0].roll(1), 0.0)

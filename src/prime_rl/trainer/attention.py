@@ -12,13 +12,12 @@ import torch._dynamo
 import torch.nn.functional as F
 from loguru import logger
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.attention_kernels import KERNELS, load
+from prime_rl.trainer.attention_kernels import EXPLICIT, KERNELS, load
+from prime_rl.trainer.attention_needs import Needs
 from prime_rl.trainer.parallel import World, agree, on_main
-from prime_rl.trainer.source import attention_heads
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import Attention
@@ -30,7 +29,7 @@ _HOPPER = (9, 0)
 _SURE_HEAD_DIM = {"flash_attention_4": 128, "flash_attention_3": 256, "cudnn": 128, "varlen": 256}
 
 
-def set_up(wanted: "Attention", config: PretrainedConfig, dtype: torch.dtype, world: World) -> set[Any]:
+def set_up(wanted: "Attention", needs: Needs, dtype: torch.dtype, world: World) -> set[Any]:
     """Choose a backend, the same on every rank, say which, and make it the attention of every model that uses `NAME`.
 
     Args:
@@ -42,9 +41,9 @@ def set_up(wanted: "Attention", config: PretrainedConfig, dtype: torch.dtype, wo
     Raises:
         UserError: the wanted backend cannot run here; says why.
     """
-    capability, head_dim = capability_of(world.device), attention_heads(config)[2]
-    backend, line = on_main(world, lambda: choose(wanted, capability, dtype, head_dim))
-    agree(world, lambda: choose(backend, capability, dtype, head_dim))
+    capability = capability_of(world.device)
+    backend, line = on_main(world, lambda: choose(wanted, capability, dtype, needs))
+    agree(world, lambda: choose(backend, capability, dtype, needs))
     if world.is_main:
         logger.info("{}", line)
     return register(backend)
@@ -55,7 +54,7 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def choose(wanted: str, capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
+def choose(wanted: str, capability: tuple[int, int] | None, dtype: torch.dtype, needs: Needs) -> tuple[str, str]:
     """The backend that `wanted` means here: `auto` is the fastest that is installed and does what is needed.
 
     Returns:
@@ -65,25 +64,27 @@ def choose(wanted: str, capability: tuple[int, int] | None, dtype: torch.dtype, 
         UserError: the named backend cannot run; says what to install or use.
     """
     if wanted != "auto":
-        reason = why_not(wanted, capability, dtype, head_dim)
+        reason = why_not(wanted, capability, dtype, needs)
         if reason is not None:
             raise UserError(f"model.attention {wanted} {reason}; `auto` takes the fastest that runs here")
         return wanted, f"attention: {wanted}"
     passed_over: list[str] = []
-    for backend in () if capability is None else KERNELS:
-        reason = why_not(backend, capability, dtype, head_dim)
-        if reason is None and head_dim > _SURE_HEAD_DIM[backend]:
-            reason = f"may have no kernel for heads of size {head_dim}"
+    for backend in ("sdpa", "explicit") if capability is None else (*KERNELS, "sdpa", "explicit"):
+        reason = why_not(backend, capability, dtype, needs)
+        if reason is None and needs.head_dim > _SURE_HEAD_DIM.get(backend, needs.head_dim):
+            reason = f"may have no kernel for heads of size {needs.head_dim}"
         if reason is None:
-            return backend, f"attention: {backend}" + (f" ({'; '.join(passed_over)})" if passed_over else "")
+            break
         passed_over.append(f"{backend} {reason}")
-    return "sdpa", "attention: sdpa" + (f" ({'; '.join(passed_over)})" if passed_over else "")
+    return backend, f"attention: {backend}" + (f" ({'; '.join(passed_over)})" if passed_over else "")
 
 
-def why_not(backend: str, capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> str | None:
+def why_not(backend: str, capability: tuple[int, int] | None, dtype: torch.dtype, needs: Needs) -> str | None:
     """Why a backend cannot run, as the rest of a sentence that begins with its name. None: it can."""
-    if backend == "sdpa":
+    if backend == "explicit":
         return None
+    if backend == "sdpa":
+        return "caps no scores" if needs.softcap else "has no attention sinks" if needs.sinks else None
     if capability is None:
         return "needs a GPU"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -93,9 +94,9 @@ def why_not(backend: str, capability: tuple[int, int] | None, dtype: torch.dtype
     least = (8, 0) if backend == "varlen" else _HOPPER
     if capability < least:
         return "needs compute capability {}.{} or more, not {}.{}".format(*least, *capability)
-    if head_dim > 256 or head_dim % 8:
-        return f"has no kernel for heads of size {head_dim}"
-    return load(backend)
+    if needs.head_dim > 256 or needs.head_dim % 8:
+        return f"has no kernel for heads of size {needs.head_dim}"
+    return "caps no scores" if needs.softcap else load(backend)
 
 
 def boundaries(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Tensor]:
@@ -114,14 +115,14 @@ def register(backend: str) -> set[Any]:
     Returns:
         The operators whose output selective checkpointing keeps, so that backward does not compute attention again.
     """
-    kernel = sdpa if backend == "sdpa" else lambda *arguments: KERNELS[backend](*arguments)[0]
+    operator = EXPLICIT if backend == "explicit" else KERNELS.get(backend)
 
     def packed(
         module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | None = None,
         scaling: float | None = None,
         dropout: float = 0.0,
         sliding_window: int | None = None,
@@ -133,17 +134,20 @@ def register(backend: str) -> set[Any]:
     ) -> tuple[Tensor, None]:
         assert cu_seqlens is not None, "the trainer passes document boundaries to every layer"
         assert max_seqlen is not None, "and the length of the longest document with them"
-        if dropout or softcap is not None or s_aux is not None:
-            kind = type(module).__name__
-            raise UserError(
-                f"{kind}: attention with dropout, soft-capped scores or sinks is not supported by the trainer"
-            )
+        assert not dropout, "examined"
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [1, H, T, D] -> [T, H, D]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return kernel(q, k, v, cu_seqlens, max_seqlen, scale, sliding_window)[None], None
+        if operator is None:
+            assert softcap is s_aux is None, "sdpa has neither"
+            return sdpa(q, k, v, cu_seqlens, max_seqlen, scale, sliding_window)[None], None
+        size, value_size = q.shape[-1], v.shape[-1]
+        if size != value_size and backend != "explicit":  # kernels want one size: zeros change neither scores nor sums
+            q, k, v = (F.pad(x, (0, max(size, value_size) - x.shape[-1])) for x in (q, k, v))
+        out = operator(q, k, v, cu_seqlens, max_seqlen, scale, sliding_window, softcap, s_aux)[0]
+        return (out if out.shape[-1] == value_size else out[..., :value_size])[None], None
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, packed)
-    if backend in KERNELS:
+    if operator is not None:
         return {getattr(torch.ops.prime_rl, backend).default}
     aten = torch.ops.aten
     return {

@@ -9,11 +9,9 @@ keep its output by name. All have the form
     longest [] int64 in host memory: tokens of the longest document (`attention.boundaries` says why it is a tensor)
     window: a token looks at that many last tokens, itself included; None: at all earlier ones of its document
     softcap: scores become softcap * tanh(score / softcap); None: they stay
-    sinks [Hq]: scores of one more token a head that all look at, and whose value is 0; None: there is none
+    sinks [Hq]: scores of one more token that all look at, and whose value is 0. No kernel need know: its out and lse give
+        those with sinks, from which its backward computes the right gradients
     out [T, Hq, D]; lse [Hq, T] float32: the log of the sum of exp(score)
-
-No kernel needs to know of sinks: its out and lse without them give those with them, and its backward computes the right
-gradients from these two.
 """
 
 import importlib
@@ -48,15 +46,12 @@ def packed_operator(
     name: str,
     forward: Callable[[Tensor, Tensor, Tensor, Mask], tuple[Tensor, Tensor]],
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Mask], Grads],
-    *,
-    caps: bool = False,
 ) -> Operator:
     """Make `prime_rl::name` out of two plain functions without autograd or tracing. Their inputs' last dimension is dense.
 
     Args:
         forward: (q, k, v, mask) -> (out, lse)
         backward: (d_out, q, k, v, out, lse, mask) -> (dq, dk, dv)
-        caps: Both do what `mask.softcap` says.
     """
 
     @torch.library.custom_op(f"prime_rl::{name}", mutates_args=())
@@ -71,7 +66,7 @@ def packed_operator(
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert caps or softcap is None, f"{name} does not cap scores"
+        assert softcap is None or name == "explicit", f"{name} does not cap scores"
         mask = _mask(cu_seqlens, longest, scale, window, softcap)
         with _named_failure(name):
             out, lse = forward(_dense(q), _dense(k), _dense(v), mask)
@@ -115,18 +110,13 @@ def packed_operator(
     def gradients(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         *saved, sinks = ctx.saved_tensors
         grads = differentiate(d_out, *saved, ctx.scale, ctx.window, ctx.softcap)
-        out, lse = saved[3:5]
-        d_sinks = None if sinks is None else _sinks_gradient(d_out, out, lse, sinks)
-        return *grads, None, None, None, None, None, d_sinks
+        if sinks is not None:  # their value is 0, their weight exp(sink - lse)
+            weights_HT = torch.exp(sinks.to(saved[4].dtype)[:, None] - saved[4])
+            sinks = -(weights_HT * (d_out.float() * saved[3]).sum(-1).t()).sum(1).to(sinks.dtype)
+        return *grads, None, None, None, None, None, sinks
 
     attend.register_autograd(gradients, setup_context=keep)
     return attend
-
-
-def _sinks_gradient(d_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Each token gives its sinks, whose value is 0, exp(sink - lse) of its weight."""
-    delta_HT = (d_out.to(lse.dtype) * out).sum(-1).t()
-    return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta_HT).sum(1).to(sinks.dtype)
 
 
 @contextmanager
@@ -197,8 +187,7 @@ def _fa4_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 
 def _fa3_arguments(mask: Mask) -> dict[str, Any]:
-    cap = {} if mask.softcap is None else {"softcap": mask.softcap}
-    return {**_flash_arguments(mask), "is_causal": mask.window is None, **_flash_window(mask), **cap}
+    return {**_flash_arguments(mask), "is_causal": mask.window is None, **_flash_window(mask)}
 
 
 def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -299,67 +288,55 @@ def _by_document(lse: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     return padded
 
 
-# torch's own operations, in float32 or more: all documents, caps and sizes of heads, on any device. Scores exist for
-# `EXPLICIT_ROWS` queries of one document at a time.
+# Written out in float32 or more, on any device: scores of `EXPLICIT_ROWS` queries of one document exist at a time.
 
 EXPLICIT_ROWS = 256
 
 
-def _tiles(q: Tensor, k: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
-    """Rows of queries, the keys that they may see, their scores [Hkv, G, rows, keys], -inf where a query does not look,
-    and the derivative of capping them."""
+def _tiles(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, list[Tensor]]]:
+    """Rows and the keys that they see; their q, k, v [Hq, tokens, D], scores and the cap's slope [Hq, rows, keys]."""
     for start, end in pairwise(mask.cu_seqlens.tolist()):
         for first in range(start, end, EXPLICIT_ROWS):
             rows = slice(first, min(first + EXPLICIT_ROWS, end))
             keys = slice(start if mask.window is None else max(start, first + 1 - mask.window), rows.stop)
-            scores, slope = mask.scale * torch.einsum("qhgd,khd->hgqk", _grouped(q[rows], k), _precise(k[keys])), None
-            if mask.softcap is not None:
-                tanh = torch.tanh(scores / mask.softcap)
-                scores, slope = mask.softcap * tanh, 1 - tanh * tanh
-            at = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
-            distance = at - torch.arange(keys.start, keys.stop, device=q.device)
-            hidden = distance < 0 if mask.window is None else (distance < 0) | (distance >= mask.window)
-            yield rows, keys, scores.masked_fill(hidden, -torch.inf), slope
-
-
-def _precise(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _grouped(x: Tensor, k: Tensor) -> Tensor:
-    """[T, Hq, D] -> [T, Hkv, G, D]: the query heads of each key head."""
-    return _precise(x).unflatten(1, (k.shape[1], -1))
+            tile = [
+                x.to(torch.promote_types(x.dtype, torch.float32)).transpose(0, 1) for x in (q[rows], k[keys], v[keys])
+            ]
+            heads = [x.repeat_interleave(q.shape[1] // x.shape[0], 0) for x in tile]
+            scores = mask.scale * heads[0] @ heads[1].mT
+            tanh = torch.zeros_like(scores) if mask.softcap is None else torch.tanh(scores / mask.softcap)
+            scores = scores if mask.softcap is None else mask.softcap * tanh
+            distance = torch.arange(len(q), device=q.device)[rows, None] - torch.arange(len(q), device=q.device)[keys]
+            hidden = (distance < 0) | (distance >= (mask.window or len(q)))
+            yield rows, keys, [*heads, scores.masked_fill(hidden, -torch.inf), 1 - tanh * tanh]
 
 
 def _explicit_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-    for rows, keys, scores, _ in _tiles(q, k, mask):
-        out[rows] = torch.einsum("hgqk,khd->qhgd", scores.softmax(-1), _precise(v[keys])).flatten(1, 2).to(out.dtype)
-        lse[:, rows] = scores.logsumexp(-1).flatten(0, 1).float()
+    for rows, _, (_, _, value, scores, _) in _tiles(q, k, v, mask):
+        out[rows], lse[:, rows] = (scores.softmax(-1) @ value).transpose(0, 1), scores.logsumexp(-1)
     return out, lse
 
 
 def _explicit_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
-    dq, dk, dv = torch.empty_like(_precise(q)), torch.zeros_like(_precise(k)), torch.zeros_like(_precise(v))
-    for rows, keys, scores, slope in _tiles(q, k, mask):
-        d_rows, q_rows = _grouped(d_out[rows], k), _grouped(q[rows], k)
-        weights = torch.exp(scores - lse[:, rows].unflatten(0, scores.shape[:2])[..., None])
-        delta = (d_rows * _grouped(out[rows], k)).sum(-1).permute(1, 2, 0)
-        d_scores = weights * (torch.einsum("qhgd,khd->hgqk", d_rows, _precise(v[keys])) - delta[..., None])
-        d_scores = mask.scale * (d_scores if slope is None else d_scores * slope)
-        dq[rows] = torch.einsum("hgqk,khd->qhgd", d_scores, _precise(k[keys])).flatten(1, 2)
-        dk[keys] += torch.einsum("hgqk,qhgd->khd", d_scores, q_rows)
-        dv[keys] += torch.einsum("hgqk,qhgd->khd", weights, d_rows)
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+    for rows, keys, (query, key, value, scores, slope) in _tiles(q, k, v, mask):
+        d_rows, weights = d_out[rows].transpose(0, 1).to(scores.dtype), torch.exp(scores - lse[:, rows, None])
+        delta = (d_rows * out[rows].transpose(0, 1)).sum(-1, keepdim=True)
+        d_scores = mask.scale * weights * (d_rows @ value.mT - delta) * slope
+        dq[rows] = (d_scores @ key).transpose(0, 1)
+        for gradient, heads in ((dk, d_scores.mT @ query), (dv, weights.mT @ d_rows)):
+            gradient[keys] += heads.unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-EXPLICIT = packed_operator("explicit", _explicit_forward, _explicit_backward, caps=True)
+EXPLICIT = packed_operator("explicit", _explicit_forward, _explicit_backward)
 
 
 # The fastest first
 KERNELS: dict[str, Operator] = {
     "flash_attention_4": packed_operator("flash_attention_4", _fa4_forward, _fa4_backward),
-    "flash_attention_3": packed_operator("flash_attention_3", _fa3_forward, _fa3_backward, caps=True),
+    "flash_attention_3": packed_operator("flash_attention_3", _fa3_forward, _fa3_backward),
     "cudnn": packed_operator("cudnn", _cudnn_forward, _cudnn_backward),
     "varlen": packed_operator("varlen", _varlen_forward, _varlen_backward),
 }
@@ -385,11 +362,3 @@ def load(backend: str) -> str | None:
     except Exception as error:  # noqa: BLE001 libraries that were made for another torch fail in every way
         return f"cannot be loaded: {one_line(error)}"
     return None
-
-
-def caps_scores(backend: str) -> bool:
-    """Whether a loaded library's kernels take a soft-cap, forward and backward."""
-    if backend != "flash_attention_3":
-        return False
-    operators = torch.ops.flash_attn_3.fwd.default, torch.ops.flash_attn_3.bwd.default
-    return all("softcap" in {argument.name for argument in each._schema.arguments} for each in operators)

@@ -8,7 +8,6 @@ weights gathered, without FSDP, whose hooks and copies at every layer would hold
 
 import math
 from collections.abc import Callable, Collection
-from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +24,14 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from prime_rl.errors import UserError
 from prime_rl.trainer import attention, moe, recurrent
 from prime_rl.trainer.activations import checkpoint_layers, offload_layers, wide_products
+from prime_rl.trainer.attention_needs import examine
 from prime_rl.trainer.lm_head import HeadForm, TokenLoss, fused_token_loss, logprob_entropy
 from prime_rl.trainer.loss import SequenceLoss
 from prime_rl.trainer.memory import MemoryPlan, plan_memory, use_expandable_segments
 from prime_rl.trainer.packing import MicroBatch
 from prime_rl.trainer.parallel import SingleRankReduction, World, agree, local_part
 from prime_rl.trainer.parameters import initialize_buffers, load_weights, randomize
-from prime_rl.trainer.source import Source, one_line
+from prime_rl.trainer.source import Source, one_line, without_dropout
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import OptimConfig, TrainerModel
@@ -277,7 +277,7 @@ def build_policy(
         try:
             # A copy: transformers writes the dtype into the config it is given, and exports ask for the checkpoint's.
             lm = AutoModelForCausalLM.from_config(
-                deepcopy(source.config), dtype=torch.float32, trust_remote_code=source.trust_remote_code
+                without_dropout(source, world), dtype=torch.float32, trust_remote_code=source.trust_remote_code
             )
         except ValueError as error:
             raise UserError(f"model {source.name} is not a causal language model: {one_line(error)}") from error
@@ -290,9 +290,9 @@ def build_policy(
             raise UserError(f"model.compile: {source.name} has experts, which compile in bfloat16 only (model.dtype)")
         compiled = False
     mixers = recurrent.split_documents(lm, world)
-    kept = attention.set_up(config.attention, source.config, dtype, world)
-    lm.set_attn_implementation(attention.NAME)
     lm.train()
+    kept = attention.set_up(config.attention, examine(lm, source.name, tokens, mixers), dtype, world)
+    lm.set_attn_implementation(attention.NAME)
     memory = plan_memory(config, lm, world, itemsize=dtype.itemsize, tokens=tokens, optim=optim, published=published)
     settings = memory.settings
     blocks = checkpoint_layers(lm.model.layers, settings.levels, kept | moe.KEPT, wide_products(source.config))

@@ -1,11 +1,13 @@
 """Where a run's first weights come from: a local directory, the hub, or nowhere (random weights), and their tokenizer."""
 
 import json
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loguru import logger
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -124,6 +126,18 @@ def attention_heads(config: PretrainedConfig) -> tuple[int, int, int]:
     heads = text.num_attention_heads
     key_value = getattr(text, "num_key_value_heads", None) or heads
     return heads, key_value, getattr(text, "head_dim", None) or text.hidden_size // heads
+
+
+def without_dropout(source: Source, world: World) -> PretrainedConfig:
+    """A copy of the model's config without dropout, as engines sample; recomputed blocks would draw it anew, too."""
+    config = deepcopy(source.config)
+    text = config.get_text_config()
+    for key, value in vars(text).items():
+        if "drop" in key and isinstance(value, float) and value:
+            setattr(text, key, 0.0)
+            if world.is_main:
+                logger.info("{} {:g} in the config of {} is not applied", key, value, source.name)
+    return config
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:

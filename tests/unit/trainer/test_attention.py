@@ -1,28 +1,35 @@
 """Packed attention: which kernel is chosen and why, that each is given what it needs, and that compiled blocks serve
 every pack."""
 
+import json
 import logging
 import random
+import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from prime_rl.errors import UserError
 from prime_rl.trainer import attention, attention_kernels
 from prime_rl.trainer.attention import choose
-from prime_rl.trainer.attention_kernels import KERNELS, cudnn_plan, load
+from prime_rl.trainer.attention_kernels import EXPLICIT, KERNELS, cudnn_plan, load
+from prime_rl.trainer.attention_needs import Needs, examine
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.packing import collate, to_device
 from prime_rl.trainer.parallel import World
 from support import attention as support
 from support.attention import with_gradients
+from support.trainer import random_documents
 
-BF16 = torch.bfloat16, 128
+BF16 = torch.bfloat16, Needs(128)
 PACKS = [(1,), (9,), (5, 7, 1, 12), (1, 1, 1)]
 
 
@@ -40,12 +47,16 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return lack
 
 
-def qkv(tokens: int, heads: int = 4, key_heads: int = 2, size: int = 8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def qkv(tokens: int, heads: int = 4, key_heads: int = 2, size: int = 8, value_size: int = 8) -> tuple[Tensor, ...]:
     """q, k, v and the gradient of out, in float64."""
     draw = torch.Generator().manual_seed(tokens)
-    shapes = (heads, key_heads, key_heads, heads)
-    q, k, v, d_out = (torch.randn(tokens, h, size, generator=draw, dtype=torch.float64) for h in shapes)
-    return q, k, v, d_out
+    shapes = (heads, size), (key_heads, size), (key_heads, value_size), (heads, value_size)
+    return tuple(torch.randn(tokens, *shape, generator=draw, dtype=torch.float64) for shape in shapes)
+
+
+def meta_model(model_type: str, **settings: object) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(support.tiny_config(model_type, **settings), dtype=torch.float32)
 
 
 # Choosing
@@ -66,16 +77,25 @@ def qkv(tokens: int, heads: int = 4, key_heads: int = 2, size: int = 8) -> tuple
         (
             BLACKWELL,
             (),
-            (torch.bfloat16, 256),
+            (torch.bfloat16, Needs(256)),
             "attention: varlen (flash_attention_4 may have no kernel for heads of size 256; flash_attention_3 needs a "
             "Hopper GPU: compute capability 9.0, not 10.0; cudnn may have no kernel for heads of size 256)",
+        ),
+        (CPU, (), (torch.float32, Needs(64, sinks=True)), "attention: explicit (sdpa has no attention sinks)"),
+        (HOPPER, (), (torch.bfloat16, Needs(64, sinks=True)), "attention: flash_attention_4"),
+        (
+            BLACKWELL,
+            ("cudnn",),
+            (torch.bfloat16, Needs(128, softcap=True)),
+            "attention: explicit (flash_attention_4 caps no scores; flash_attention_3 needs a Hopper GPU: compute "
+            "capability 9.0, not 10.0; cudnn caps no scores; varlen caps no scores; sdpa caps no scores)",
         ),
     ],
 )
 def test_auto_takes_the_fastest_and_says_why(
     capability: tuple[int, int] | None,
     absent: tuple[str, ...],
-    needs: tuple[torch.dtype, int],
+    needs: tuple[torch.dtype, Needs],
     line: str,
     lacking: Callable[..., None],
 ) -> None:
@@ -89,17 +109,19 @@ def test_auto_takes_the_fastest_and_says_why(
     [
         ("varlen", CPU, BF16, "model.attention varlen needs a GPU"),
         (FA3, AMPERE, BF16, "flash_attention_3 needs a Hopper GPU: compute .* 9.0, not 8.0"),
-        ("cudnn", HOPPER, (torch.float32, 128), "cudnn does not compute in float32"),
+        ("cudnn", HOPPER, (torch.float32, Needs(128)), "cudnn does not compute in float32"),
         (FA4, HOPPER, BF16, "flash_attention_4 is not installed"),
         ("varlen", VOLTA, BF16, "varlen needs compute capability 8.0 or more, not 7.0"),
-        ("cudnn", HOPPER, (torch.bfloat16, 100), "cudnn has no kernel for heads of size 100"),
-        ("varlen", HOPPER, (torch.bfloat16, 512), "varlen has no kernel for heads of size 512"),
+        ("cudnn", HOPPER, (torch.bfloat16, Needs(100)), "cudnn has no kernel for heads of size 100"),
+        ("varlen", HOPPER, (torch.bfloat16, Needs(512)), "varlen has no kernel for heads of size 512"),
+        ("cudnn", HOPPER, (torch.bfloat16, Needs(128, softcap=True)), "cudnn caps no scores"),
+        ("sdpa", CPU, (torch.float32, Needs(8, softcap=True)), "sdpa caps no scores"),
     ],
 )
 def test_a_named_backend_that_cannot_run_is_refused(
     wanted: str,
     capability: tuple[int, int] | None,
-    needs: tuple[torch.dtype, int],
+    needs: tuple[torch.dtype, Needs],
     message: str,
     lacking: Callable[..., None],
 ) -> None:
@@ -113,12 +135,11 @@ def test_a_named_backend_that_cannot_run_is_refused(
 def test_every_rank_takes_what_the_first_chose(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """The choice is said once, and a backend that cannot run here is refused before a model is built."""
     caplog.set_level(logging.INFO, "prime_rl")
-    config = Qwen3Config(hidden_size=64, num_attention_heads=4)
-    kept = attention.set_up("auto", config, torch.float32, world)
+    kept = attention.set_up("auto", Needs(16), torch.float32, world)
     assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in kept
     assert [record.message for record in caplog.records] == ["attention: sdpa"]
     with pytest.raises(UserError, match="cudnn needs a GPU"):
-        attention.set_up("cudnn", config, torch.bfloat16, world)
+        attention.set_up("cudnn", Needs(16), torch.bfloat16, world)
 
 
 # Loading libraries
@@ -191,17 +212,70 @@ def test_a_kernel_gets_the_right_arguments(lengths: tuple[int, ...], window: int
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)  # the statistics are kept in float32
 
 
-def test_what_a_kernel_does_not_do_is_refused() -> None:
-    """Dropout, soft-capping and sinks reach the attention function by keyword; ignoring them would train another
-    model."""
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("lengths", PACKS)
+def test_caps_and_sinks_equal_softmax_written_out(
+    lengths: tuple[int, ...],
+    window: int | None,
+    with_sinks: bool,
+    softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Out and gradients, of sinks too, with values smaller than keys: of our own operations, in blocks of four rows, and
+    of a kernel that knows of no sinks."""
+    monkeypatch.setattr(attention_kernels, "EXPLICIT_ROWS", 4)
+    *inputs, d_out = qkv(sum(lengths), value_size=6)
+    sinks = [torch.linspace(-2, 3, 4, dtype=torch.float64)] if with_sinks else []
+
+    def call(operator: Callable[..., Tensor], *arguments: object) -> tuple[Tensor, ...]:
+        def attend(q: Tensor, k: Tensor, v: Tensor, *sink: Tensor) -> Tensor:
+            return operator(q, k, v, *arguments, 0.7, window, softcap, *sink)
+
+        return with_gradients(attend, [*inputs, *sinks], d_out)
+
+    want = call(support.explicit, lengths)
+    for operator in (EXPLICIT, support.STAND_IN) if softcap is None else (EXPLICIT,):
+        got = call(lambda *arguments: operator(*arguments)[0], *support.pack(lengths))  # noqa: B023 called at once
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)  # the statistics are kept in float32
+
+
+def test_a_kernel_gets_heads_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where keys and values differ, zeros make up for it, and change nothing."""
+    sizes = list[tuple[int, ...]]()
+
+    def stand_in(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+        sizes.append((q.shape[2], k.shape[2], v.shape[2]))
+        return support.STAND_IN(q, k, v, *rest)
+
+    monkeypatch.setitem(KERNELS, "stand_in", stand_in)
+    monkeypatch.setattr(torch.ops.prime_rl, "stand_in", torch.ops.prime_rl.stand_in, raising=False)
+    for size, value_size in ((8, 6), (6, 8)):
+        *inputs, d_out = (x.transpose(0, 1)[None] for x in qkv(9, size=size, value_size=value_size))
+        results = []
+        for backend in ("sdpa", "stand_in"):
+            attention.register(backend)
+            function = ALL_ATTENTION_FUNCTIONS[attention.NAME]
+            attend = partial(function, None, attention_mask=None, **support.boundaries([4, 5]))
+            results.append(
+                with_gradients(lambda q, k, v: attend(query=q, key=k, value=v)[0], inputs, d_out.transpose(1, 2))  # noqa: B023
+            )
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert set(sizes) == {(8, 8, 8)}
+
+
+def test_a_kernel_never_ignores_a_cap() -> None:
+    """Contract: one that cannot cap scores fails when it is asked to, rather than train another model."""
+    q, k, v, _ = qkv(3)
+    with pytest.raises(AssertionError, match="stand_in does not cap scores"):
+        support.STAND_IN(q, k, v, *support.pack([3]), 0.3, None, 50.0)
     attention.register("sdpa")
-    function = ALL_ATTENTION_FUNCTIONS[attention.NAME]
-    q, k, v, _ = (x.transpose(0, 1)[None] for x in qkv(3))
-    mask = support.boundaries([3])
-    assert function(None, q, k, v, None, **mask)[0].shape == (1, 3, 4, 8)
-    for extra in ({"dropout": 0.1}, {"softcap": 50.0}, {"s_aux": torch.zeros(4)}):
-        with pytest.raises(UserError, match="not supported"):
-            function(None, q, k, v, None, **mask, **extra)
+    heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+    with pytest.raises(AssertionError, match="sdpa has neither"):
+        ALL_ATTENTION_FUNCTIONS[attention.NAME](None, *heads, None, **support.boundaries([3]), softcap=50.0)
 
 
 def test_a_cudnn_plan_fits_its_pack() -> None:
@@ -254,3 +328,164 @@ def test_a_compiled_block_serves_every_pack(name: str, monkeypatch: pytest.Monke
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs == [1] * len(fixed) + [2] * len(varying)
+
+
+# Models
+
+LENGTHS = (17, 2, 40, 1, 9)
+
+
+def drawn() -> tuple[Tensor, Tensor]:
+    """Token ids, and the weight of every token's log-probability in a loss."""
+    draw = torch.Generator().manual_seed(3)
+    return torch.randint(64, (sum(LENGTHS),), generator=draw), torch.randn(sum(LENGTHS), generator=draw)
+
+
+def logprobs_and_gradients(lm: PreTrainedModel, compute: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    lm.zero_grad()
+    logprobs = compute()
+    (logprobs * drawn()[1]).sum().backward()
+    return logprobs.detach(), {n: p.grad.clone() for n, p in lm.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", support.MODELS)
+def test_packed_equals_alone_equals_transformers(name: str, world: World) -> None:
+    """Log-probabilities and the gradients of all parameters: of documents in one row, one at a time, and of transformers'
+    own attention."""
+    model_type, settings = support.MODELS[name]
+    eager, packed = support.eager_and_packed(support.tiny_config(model_type, **settings), world, sum(LENGTHS))
+    ids = drawn()[0]
+    documents = ids.split(LENGTHS)
+    together, want = logprobs_and_gradients(packed, lambda: support.logprobs(packed, ids, LENGTHS))
+    others = [
+        (packed, lambda: torch.cat([support.logprobs(packed, each, [len(each)]) for each in documents])),
+        (eager, lambda: torch.cat([support.logprobs(eager, each) for each in documents])),
+    ]
+    for lm, compute in others:
+        logprobs, gradients = logprobs_and_gradients(lm, compute)
+        torch.testing.assert_close(together, logprobs, atol=1e-5, rtol=1e-5)
+        assert gradients.keys() == want.keys()
+        for key, gradient in gradients.items():
+            torch.testing.assert_close(
+                want[key], gradient, atol=1e-5 * float(gradient.abs().max() + 1), rtol=0, msg=key
+            )
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4", "deepseek_v3", "mistral"])
+def test_a_poisoned_document_changes_no_other(name: str, world: World) -> None:
+    """Forward, though it is not finite; and no gradient reaches it from others."""
+    model_type, settings = support.MODELS[name]
+    _, packed = support.eager_and_packed(support.tiny_config(model_type, **settings), world, sum(LENGTHS))
+    ids, embedded = drawn()[0], list[Tensor]()
+    poisoned = torch.zeros(len(ids), dtype=torch.bool)
+    poisoned[19:59] = True  # the third document
+
+    def replace(values: float | None, module: object, args: object, out: Tensor) -> Tensor:
+        rows = out.detach() if values is None else out.detach().masked_fill(poisoned[:, None], values)
+        embedded.append(rows.requires_grad_())
+        return rows
+
+    results = []
+    for values in (None, torch.nan):
+        hook = packed.get_input_embeddings().register_forward_hook(partial(replace, values))
+        results.append(support.logprobs(packed, ids, LENGTHS))
+        hook.remove()
+    clean, beside_nan = results
+    assert beside_nan[poisoned].isnan().any()
+    torch.testing.assert_close(beside_nan[~poisoned], clean[~poisoned])
+    (gradient,) = torch.autograd.grad(clean[~poisoned].sum(), embedded[0])
+    assert not gradient[0, poisoned].any()
+    assert gradient[0, :19].any()
+
+
+@pytest.mark.parametrize("name", ["granite_swa", "llama4"])
+def test_changed_attention_compiles(name: str, world: World) -> None:
+    """Blocks are one graph each, and give the numbers of uncompiled ones for every pack."""
+    model_type, settings = support.MODELS[name]
+    _, packed = support.eager_and_packed(support.tiny_config(model_type, **settings), world, sum(LENGTHS))
+    ids = drawn()[0]
+    packs = LENGTHS, (sum(LENGTHS),), (30, 39)
+    want = [logprobs_and_gradients(packed, lambda: support.logprobs(packed, ids, pack)) for pack in packs]  # noqa: B023
+    torch._dynamo.reset()
+    counters.clear()
+    for layer in packed.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    for pack, (logprobs, gradients) in zip(packs, want, strict=True):
+        got, compiled = logprobs_and_gradients(packed, lambda: support.logprobs(packed, ids, pack))  # noqa: B023
+        torch.testing.assert_close(got, logprobs, atol=1e-5, rtol=1e-5)
+        for key, gradient in gradients.items():
+            torch.testing.assert_close(compiled[key], gradient, atol=1e-5 * float(gradient.abs().max() + 1), rtol=0)
+    assert counters["stats"]["unique_graphs"] <= 2  # kinds of layers
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "message"),
+    [
+        ("stablelm", {}, "its StableLmAttention is not passed the boundaries of documents"),
+        (
+            "xglm",
+            {"d_model": 32, "attention_heads": 4, "num_layers": 2, "ffn_dim": 64},
+            "its XGLMDecoderLayer computes no attention by",
+        ),
+        ("llama", {"is_causal": False}, "its LlamaAttention has a mask that is neither causal"),
+        (
+            "qwen2_moe",
+            {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 2},
+            "has a mask that is neither",
+        ),
+        ("deepseek_v32", {}, "its forward pass uses masks or data so that"),
+    ],
+)
+def test_what_is_not_computed_is_refused(model_type: str, settings: dict[str, object], message: str) -> None:
+    """Before anything is loaded, by name, in one line."""
+    with pytest.raises(UserError, match=message) as caught:
+        examine(meta_model(model_type, **settings), "tiny")
+    assert "model tiny" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_dropout_of_a_config_is_not_applied(
+    tied_model: Path, make_policy: Callable[..., Policy], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trained is the policy that engines sample from, and that is said; the config that is exported keeps its values."""
+    caplog.set_level(logging.INFO, "prime_rl")
+    directory = Path(shutil.copytree(tied_model, tmp_path / "model"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    batch = to_device(collate(random_documents(LENGTHS), 1), torch.device("cpu"))
+    with torch.no_grad():
+        (want, _), (got, _) = make_policy(tied_model)(batch), make_policy(directory)(batch)
+    assert torch.equal(got, want)
+    assert f"attention_dropout 0.5 in the config of {directory} is not applied" in caplog.messages
+
+
+def test_what_a_module_asks_for_is_refused() -> None:
+    """Dropout that no config turns off."""
+    lm = meta_model("llama").train()
+    assert examine(lm, "tiny") == Needs(8)
+    lm.model.layers[1].self_attn.attention_dropout = 0.1
+    with pytest.raises(UserError, match="LlamaAttention depends on dropout"):
+        examine(lm, "tiny")
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "reason"),
+    [
+        ("longrope", 80, "LlamaRotaryEmbedding depends on the pack in rows of over 80 tokens"),
+        ("dynamic rope", 128, "LlamaRotaryEmbedding depends on the pack in rows of over 128 tokens"),
+        ("llama4", 80, "Llama4TextAttention has a mask that is neither causal nor its window in rows of 81 tokens"),
+        ("llama4", 8191, "Llama4TextAttention depends on the pack in rows of over 8191 tokens"),
+        ("yarn rope", None, ""),
+        ("mistral", None, ""),
+    ],
+)
+def test_rows_beyond_which_a_document_depends_on_the_pack(name: str, limit: int | None, reason: str) -> None:
+    """Micro-batches may be as long as frequencies, chunks and temperatures do not depend on what is packed."""
+    model_type, settings = support.MODELS[name]
+    if limit == 8191:
+        settings = {**settings, "attention_chunk_size": 1 << 20}
+    lm = meta_model(model_type, **settings)
+    examine(lm, "tiny", limit or 1 << 20)
+    if limit is not None:
+        with pytest.raises(UserError, match=reason):
+            examine(lm, "tiny", limit + 1)
