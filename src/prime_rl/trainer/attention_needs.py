@@ -123,8 +123,8 @@ def _is_computed(mask: object, window: int | None, tokens: int | None) -> bool:
     if not isinstance(mask, _Mask):
         return False
     sizes = [size for size in (window, mask.size) if size] + [1 << exponent for exponent in range(5, 21)]
-    places = {*range(32), *(n * size + offset for size in sizes for n in (1, 2, 3) for offset in (-2, -1, 0, 1))}
-    at = torch.tensor([place for place in sorted(places) if 0 <= place < (tokens or math.inf)])
+    points = {*range(32), *(n * size + offset for size in sizes for n in (1, 2, 3) for offset in (-2, -1, 0, 1))}
+    at = torch.tensor([point for point in sorted(points) if 0 <= point < (tokens or math.inf)])
     query, key, zero = at[:, None], at[None], torch.zeros((), dtype=torch.long)
     seen = (key <= query) if window is None else (key <= query) & (query - key < window)
     return torch.equal(mask.function(zero, zero, query, key).expand_as(seen), seen)
