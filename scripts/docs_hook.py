@@ -12,6 +12,7 @@ from typing import Any
 
 from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig, loader
 from prime_rl.config.base import Keys, Section, Setting, find, settings
+from prime_rl.config.rl import ParityConfig
 
 ROOT = Path(__file__).parent.parent
 COMMANDS: dict[str, type[Section]] = {
@@ -19,6 +20,7 @@ COMMANDS: dict[str, type[Section]] = {
     "orchestrator": OrchestratorConfig,
     "inference": InferenceConfig,
     "rl": RLConfig,
+    "rl parity": ParityConfig,
     "sft": SFTConfig,
     "eval": EvalConfig,
 }
@@ -48,7 +50,9 @@ def options() -> Iterator[str]:
 
 
 def tables(section: type[Section], path: Keys, command: str, shown: dict[type[Section], str]) -> Iterator[str]:
-    own = [setting for setting in settings(section) if len(setting.keys) == 1]
+    # Of a command that takes what another takes: what it adds.
+    others = {name for other in COMMANDS.values() if other in section.__mro__[1:] for name in other.model_fields}
+    own = [setting for setting in settings(section) if len(setting.keys) == 1 and setting.keys[0] not in others]
     shown[section] = f"`{'.'.join(path)}` of `{command}`" if path else f"`{command}`"
     rows = [row(setting) for setting in own if not _sections(section, setting)]
     if rows:
@@ -57,7 +61,7 @@ def tables(section: type[Section], path: Keys, command: str, shown: dict[type[Se
         members, inner = _sections(section, setting), (*path, *setting.keys)
         keys = f"[[{'.'.join(inner)}]]" if setting.takes(list) else f"[{'.'.join(inner)}]"
         if members:
-            yield f"### {command} {keys} {{ #{command}-{'-'.join(inner)} }}\n\n{setting.field.description or ''}\n"
+            yield f"### {command} {keys} {{ #{'-'.join([*command.split(), *inner])} }}\n\n{setting.field.description or ''}\n"
         for member in members:
             if len(members) > 1:
                 yield f'**type = "{member.model_fields["type"].default}"**: {" ".join((member.__doc__ or "").split()).rstrip(".")}.\n'

@@ -9,6 +9,7 @@ import pytest
 
 from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.config.base import find
+from prime_rl.config.rl import ParityConfig
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "prime_rl"
@@ -17,7 +18,7 @@ PAGES = sorted(
     [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("examples/*/README.md")]
 )
 COLUMNS = 120
-CONFIGS = (RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig)
+CONFIGS = (RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig, ParityConfig)
 ROOMS = {path.name.removesuffix(".py") for path in SOURCE.iterdir() if not path.name.startswith("_")}
 
 

@@ -8,13 +8,14 @@ from prime_rl.config.base import Checks, Problem, conflict, option
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.share import share
-from prime_rl.config.shared import Device, ModelConfig, RecoverableRun, SlurmConfig, WandbConfig
+from prime_rl.config.shared import ClientConfig, Device, ModelConfig, RecoverableRun, SlurmConfig, WandbConfig
 from prime_rl.config.trainer import TrainerConfig
 
 
 class RLConfig(RecoverableRun):
     """A whole run: trainer, orchestrator and inference server. Settings given here reach every process that needs them.
-    `rl doctor RUN` tells from a run directory who waits for whom and why, `rl audit RUN` what became of every episode"""
+    `rl doctor RUN` tells from a run directory who waits for whom and why, `rl audit RUN` what became of every episode,
+    `rl parity` before a run whether server and trainer compute the same"""
 
     model: ModelConfig = option(ModelConfig, "The model.")
     device: Device = option("auto", "Where to train and serve (auto: CUDA where there is a GPU).")
@@ -60,3 +61,14 @@ class RLConfig(RecoverableRun):
         # They are meant for all that the policy samples. What a batch leaves out is for the orchestrator alone to say.
         unseen = f"{key} would not reach samples of advantage zero: set <orchestrator.filter_zero_advantage> = false"
         yield conflict(penalized and orchestrator.filter_zero_advantage, unseen)
+
+
+class ParityConfig(RLConfig):
+    """Compare the log-probabilities that a server and the trainer compute of the same tokens, and say whether RL on this
+    model is sound. Takes what `rl` takes, so the file of a run, too, and uses its server, trainer and loss"""
+
+    orchestrator: OrchestratorConfig = option(OrchestratorConfig.model_construct, "Not used.")
+    client: ClientConfig | None = option(None, "A server that runs already (None: start one, and stop it to score).")
+    replies: PositiveInt = option(16, "Replies that the server samples.")
+    reply_tokens: PositiveInt = option(128, "Most tokens of a reply.")
+    layers: bool = option(False, "Show, layer by layer, where the trainer begins to differ from transformers.")

@@ -1,14 +1,18 @@
 """`rl`: a whole run from one command; `rl doctor RUN` and `rl audit RUN` examine one."""
 
+import asyncio
 import difflib
 import sys
+from functools import partial
 from pathlib import Path
 
 from prime_rl import processes
 from prime_rl.config import RLConfig
-from prime_rl.entrypoints import run_command
+from prime_rl.config.rl import ParityConfig
+from prime_rl.entrypoints import run_command, show
 from prime_rl.errors import UserError, say
-from prime_rl.monitor import log
+from prime_rl.launcher.preflight import check_model
+from prime_rl.monitor import Status, log
 
 _EXAMINATIONS = {
     "doctor": "`rl doctor RUN`: what a run is doing, who waits for whom, and what keeps it from going on.",
@@ -18,7 +22,9 @@ _EXAMINATIONS = {
 
 def main() -> None:
     what, *arguments = sys.argv[1:] or [""]
-    if near := [] if what in _EXAMINATIONS else difflib.get_close_matches(what, _EXAMINATIONS, n=1):
+    if what in ("parity", "parity-sampler"):
+        return run_command(ParityConfig, sys.argv.pop(1), partial(_parity, what))
+    if near := [] if what in _EXAMINATIONS else difflib.get_close_matches(what, [*_EXAMINATIONS, "parity"], n=1):
         log.fail(UserError(f"`rl {what}` is no command; did you mean `rl {near[0]}`?"))
     if what not in _EXAMINATIONS:
         run_command(RLConfig, "rl", _run)
@@ -29,6 +35,28 @@ def main() -> None:
             examine(what, arguments)
         except UserError as error:
             log.fail(error)
+
+
+def _parity(name: str, config: ParityConfig) -> None:
+    """Sample, then score; as the sampler only the first, by a server that runs."""
+    from prime_rl.launcher import parity
+
+    if name == parity.SAMPLER:
+        status = Status(config.output_dir, name)
+        asyncio.run(parity.sample(config, config.output_dir))
+        return status.done("finished")
+    check_model(config.model.name)
+    directory = config.output_dir / "parity"
+    if config.dry_run:
+        return show(config, "parity", f"samples and scores are written to {directory}")
+    directory.mkdir(parents=True, exist_ok=True)
+    if config.client is not None:
+        asyncio.run(parity.sample(config, directory))
+    elif outcome := parity.serve_and_sample(config, directory).value:
+        sys.exit(outcome)
+    from prime_rl.trainer.parity_scorer import score
+
+    sys.exit(0 if score(config, directory) else 1)
 
 
 def _run(config: RLConfig) -> None:

@@ -226,6 +226,13 @@ class InferenceClient:
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(f"{self.root} answers without log-probabilities of the prompt ({error!r})") from error
 
+    async def sample(self, tokens: Sequence[int], most: int, seed: int) -> tuple[list[int], list[float]]:
+        """Have a prompt continued at temperature 1; return the tokens and their log-probabilities. Raises as `score`."""
+        params = {"max_tokens": most, "temperature": 1.0, "seed": seed, "logprobs": 0}
+        body = {"token_ids": list(tokens), "sampling_params": params}
+        (choice,) = (await self._call("POST", "/inference/v1/generate", body))["choices"]
+        return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
+
     async def _trouble(self, path: str) -> str | None:
         """Why the server does not answer well; None if it does."""
         try:

@@ -134,6 +134,16 @@ async def test_an_answer_without_the_prompts_log_probabilities_is_an_error(serve
         await engine.score([9, 7])
 
 
+async def test_a_sampled_reply_has_its_log_probabilities(server, engine):
+    """What is sampled at temperature 1 comes with the sampler's own numbers."""
+    content = [{"token": "token_id:4", "logprob": -0.5}, {"token": "token_id:6", "logprob": None}]
+    answer = {"choices": [{"token_ids": [4, 6], "logprobs": {"content": content}}]}
+    server.answers["POST", "/inference/v1/generate"] = 200, answer
+    assert await engine.sample([9, 7], 2, 5) == ([4, 6], [-0.5, None])
+    params = {"max_tokens": 2, "temperature": 1.0, "seed": 5, "logprobs": 0}
+    assert server.asked[-1][2] == {"token_ids": [9, 7], "sampling_params": params}
+
+
 async def test_waiting_for_a_server_that_never_comes_is_bounded_and_says_so(server, heard):
     """A wait has a subject, an owner and a deadline, in the log too; its end says what the server answered."""
     waits = []
