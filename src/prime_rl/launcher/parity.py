@@ -52,6 +52,6 @@ async def sample(config: ParityConfig, directory: Path) -> None:
         if (served := await server.served()).version:
             raise UserError(f"the server at {server.root} serves version {served.version}, not the model's own weights")
         asked = (server.sample(prompt, config.reply_tokens, seed) for seed, prompt in enumerate(prompts, config.seed))
-        replies = await asyncio.gather(*asked)  # all at once, as in a run
+        replies = await asyncio.gather(*asked)  # bounded: by client.timeout; all at once, as in a run
     samples = [(prompt, *reply) for prompt, reply in zip(prompts, replies, strict=True)]
     (directory / "samples.json").write_text(json.dumps(samples))
