@@ -193,10 +193,9 @@ def rank(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -
         """The policy's weights, as torch gathers them."""
         tensors = {}
         for stored in stored_tensors(policy):
-            parameter, expert = stored.parameter, stored.expert
+            parameter = stored.parameter
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            full = full.detach() if expert is None else full.detach()[expert.index, expert.rows]
-            tensors[stored.name] = full.bfloat16().cpu().clone()
+            tensors[stored.name] = full.detach()[stored.index].bfloat16().cpu().clone()
         return tensors
 
     base = {name: tensor.bfloat16() for name, tensor in tensors_of(Path(model)).items()}

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes, local_ranks
-from prime_rl.trainer import recurrent
+from prime_rl.trainer import moe, recurrent
 from prime_rl.trainer.activations import LAG, LEVELS
 from prime_rl.trainer.parallel import World, gather
 from prime_rl.trainer.source import attention_heads, one_line
@@ -53,8 +53,8 @@ class Shape:
     """What of a model memory and time depend on; widths in elements.
 
     `feed_forward` is the inner width of the feed-forward layer, for a mixture of experts of all that one token is sent
-    to; `chosen` is how many these are (dense: 1). `mixed` is what the projections of a recurrent layer give for a token;
-    every layer counts as such a layer and as one with attention.
+    to, and of those that tokens share; `chosen` is how many one token is sent to (dense: 1). `mixed` is what the
+    projections of a recurrent layer give for a token; every layer counts as such a layer and as one with attention.
     """
 
     layers: int
@@ -75,18 +75,20 @@ class Shape:
         """From a model, which may be on the meta device."""
         text = lm.config.get_text_config()
         heads, key_value_heads, head_size = attention_heads(lm.config)
-        experts = getattr(text, "num_experts", None) or 0
         total = sum(parameter.numel() for parameter in lm.parameters())
         in_layers = sum(parameter.numel() for parameter in lm.model.layers.parameters())
-        chosen = text.num_experts_per_tok if experts else 1
-        expert_width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+        experts, chosen, feed_forward = 0, 1, text.intermediate_size
+        for block, router, routed in moe.sparse_blocks(lm)[-1:]:
+            experts, chosen = routed.num_experts, text.num_experts_per_tok
+            every, own, apart = (sum(p.numel() for p in part.parameters()) for part in (block, routed, router))
+            feed_forward = (chosen * routed.down_proj[0].numel() + (every - own - apart) // 3) // text.hidden_size
         return cls(
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             heads=heads,
             key_value_heads=key_value_heads,
             head_size=head_size,
-            feed_forward=chosen * expert_width if experts else text.intermediate_size,
+            feed_forward=feed_forward,
             vocabulary=text.vocab_size,
             parameters=total,
             root_parameters=total - in_layers,

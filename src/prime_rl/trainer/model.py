@@ -283,7 +283,6 @@ def build_policy(
             raise UserError(f"model {source.name} is not a causal language model: {one_line(error)}") from error
     _check_architecture(lm, source.name)
     head_form = check_head(lm, source.name)
-    moe.replace_blocks(lm, source.name)
     dtype = compute_dtype(config.dtype, world.device)
     if dtype != torch.bfloat16 and moe.sparse_blocks(lm):  # the compiler knows grouped products in bfloat16 only
         if config.compile:
@@ -291,6 +290,7 @@ def build_policy(
         compiled = False
     mixers = recurrent.split_documents(lm, world)
     lm.train()
+    moe.set_up(lm, source.name)
     kept = attention.set_up(config.attention, examine(lm, source.name, tokens, mixers), dtype, world)
     lm.set_attn_implementation(attention.NAME)
     memory = plan_memory(config, lm, world, itemsize=dtype.itemsize, tokens=tokens, optim=optim, published=published)
@@ -309,8 +309,7 @@ def build_policy(
     lm.model.layers = nn.ModuleList(blocks)
     policy = Policy(lm, memory, compiled, head_form, bool(mixers))
     if world.size == 1 and not settings.reshard:
-        routers = [block.gate.weight for block in moe.sparse_blocks(policy)]
-        policy.units = policy.hookless = [SingleRankUnit(policy, world.mesh, dtype, routers)]
+        policy.units = policy.hookless = [SingleRankUnit(policy, world.mesh, dtype, moe.router_parameters(policy))]
     else:
         _shard(policy, others, dtype, world)
     policy.to_empty(device=world.device)
@@ -333,7 +332,7 @@ def _shard(policy: Policy, others: list[nn.Module], dtype: torch.dtype, world: W
         # The default would cast every float32 input to bfloat16: a temperature of 0.7 would arrive as 0.69921875.
         cast_forward_inputs=False,
     )
-    policy.hookless += moe.shard_routers(policy.lm, mesh)  # blocks read them without calling their modules
+    policy.hookless += moe.shard_routers(policy.lm, mesh)
     for layer in policy.lm.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=settings.reshard)
     for module in others:

@@ -1,119 +1,162 @@
-"""Mixture-of-experts blocks of the Qwen3-MoE family: a float32 router, grouped matrix products.
+"""Mixture-of-experts blocks of any family that uses transformers' experts interface: routed in float32, computed in groups.
 
-transformers' block is replaced by ours, which keeps its modules, hence the names of the parameters, but only reads their
-weights. Letters: T tokens, K experts of each, S = T·K, E experts, I rows of an expert's hidden layer, H hidden size.
+Blocks and routers stay transformers' own modules. The experts' forward is `mix`, registered as `NAME`; every call of a
+router goes through `route`. A router's choice can be replaced there: `Choice` sees the scores [T, E] and the experts [T, K]
+chosen by them; scores of others, gathered instead, go on through the router's own formula. (Compiled, a block may enter
+the mode only under `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`.) Letters: T tokens, K experts of
+each, S = T·K, E experts, I width of an expert's hidden layer, J of its first product (2·I with a gate), H hidden size.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from prime_rl.errors import UserError
 from prime_rl.trainer.lm_head import has_kernels
 
-KEPT = {torch.ops.aten.topk.default}
+NAME = "prime_rl_grouped"
+KEPT = {torch.ops.aten.topk.default, torch.ops.aten.max.dim}
 """The operators whose outputs checkpointed blocks keep: choosing experts again from logits that another kernel rounded
 otherwise would assign kept rows to other experts."""
 
 
-class SparseBlock(nn.Module):
-    """In place of transformers' block: each token goes to its K experts, whose outputs are summed with the router's weights."""
+class SparseBlock(NamedTuple):
+    """A block's experts, whose parameters are [E, …], its router, and the module that calls both."""
 
-    def __init__(self, block: Qwen3MoeSparseMoeBlock) -> None:
-        super().__init__()
-        self.experts, self.gate = block.experts, block.gate
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        hidden_TH = hidden_states.flatten(0, 1)
-        weight_TK, chosen_TK = route(hidden_TH, self.gate.weight, self.gate.top_k, self.gate.norm_topk_prob)
-        experts = self.experts
-        out_TH = mix(hidden_TH, weight_TK, chosen_TK, experts.gate_up_proj, experts.down_proj, experts.act_fn)
-        return out_TH.view_as(hidden_states)
+    module: nn.Module
+    router: Any
+    experts: Any
 
 
-def replace_blocks(lm: PreTrainedModel, name: str) -> None:
-    """Put a SparseBlock in place of every block of experts.
+def set_up(lm: PreTrainedModel, name: str) -> None:
+    """Have the model's experts computed by `mix` and its routers called through `route`. Nothing to do in a dense model.
 
     Raises:
-        UserError: the model has experts of another family.
+        UserError: the model has experts that do not go through transformers' interface.
     """
-    for module in list(lm.modules()):
-        for child, block in list(module.named_children()):
-            if isinstance(block, Qwen3MoeSparseMoeBlock):
-                setattr(module, child, SparseBlock(block))
-    known = {parameter for block in sparse_blocks(lm) for parameter in block.experts.parameters()}
-    unknown = (key for key, each in lm.named_parameters() if each.ndim == 3 and each not in known)
-    if any(key.endswith("_proj") for key in unknown):
-        raise UserError(
-            f"model {name} ({type(lm).__name__}) has experts of a family that the trainer does not know; it knows Qwen3-MoE"
-        )
+    blocks = sparse_blocks(lm)
+    known = {block.experts for block in blocks}
+    for path, module in lm.named_modules():
+        if path.endswith(".experts") and module not in known:
+            raise UserError(
+                f"model {name} ({type(lm).__name__}) cannot be trained: its experts ({type(module).__name__}) do not go "
+                "through transformers' experts interface"
+            )
+    if blocks:
+        lm.set_experts_implementation(NAME)
+    for block, router, _ in blocks:
+        block.eval()  # no jitter, no sampling of experts
+        router.__class__ = _routed(type(router))  # type: ignore[arg-type]
+        for module in router.modules():
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                if not parameter.requires_grad:  # a correction bias, which other families keep in a buffer
+                    delattr(module, key)
+                    module.register_buffer(key, parameter.detach())
 
 
 def sparse_blocks(model: nn.Module) -> list[SparseBlock]:
     """The model's blocks of experts, from first to last; none in a dense model."""
-    return [module for module in model.modules() if isinstance(module, SparseBlock)]
+    parts = [(module, dict(module.named_children())) for module in model.modules()]
+    blocks = [
+        SparseBlock(each, of.get("gate", of.get("router")), of["experts"]) for each, of in parts if "experts" in of
+    ]
+    # The interface gives this attribute to modules whose forward it is.
+    return [block for block in blocks if block.router is not None and "is_transposed" in vars(block.experts)]
+
+
+def router_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are computed in float32, whatever the dtype."""
+    return [parameter for block in sparse_blocks(model) for parameter in block.router.parameters()]
 
 
 def shard_routers(lm: PreTrainedModel, mesh: DeviceMesh) -> list[FSDPModule]:
     """Make all routers one FSDP unit that computes in float32, before the layers become units. None in a dense model.
 
-    Whoever calls the model must gather it (`unshard`): blocks read the router's matrix without calling its module, so
-    that FSDP's hooks do not run and nothing of FSDP lies inside a compiled block. It stays gathered until the end of
-    backward, where FSDP reduces what its hooks have not seen. One float32 gather and one reduction a micro-batch (50 MB
-    of the 30B model) in place of one per layer.
+    Whoever calls the model must gather it (`unshard`): its hooks are removed, so that nothing of FSDP lies inside a
+    compiled block. It stays gathered until the end of backward, where FSDP reduces what its hooks have not seen. One
+    float32 gather and one reduction a micro-batch (50 MB of the 30B model) in place of one per layer.
     """
-    gates: list[nn.Module] = [block.gate for block in sparse_blocks(lm)]
-    if not gates:
+    routers = [block.router for block in sparse_blocks(lm)]
+    if not routers:
         return []
     precision = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(gates, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-    assert isinstance(gates[0], FSDPModule)
-    return [gates[0]]
+    fully_shard(routers, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    state = routers[0]._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    return routers[:1]
 
 
-def route(hidden_TH: Tensor, weight_EH: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
-    """The K likeliest experts of every token and their probabilities, in float32 whatever the blocks compute in.
+class Choice(TorchFunctionMode):
+    """Sees a router choose K experts of all. What it returns may be changed in place, unlike what checkpoints keep."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        return (out[0].clone(), out[1]) if function in (torch.topk, Tensor.topk) else out
+
+
+def route(forward: Callable[..., Any], router: nn.Module, hidden_TH: Tensor, *bias: Tensor) -> Any:
+    """Call a router in float32, whatever the block computes in.
 
     Rounding the logits to bfloat16 would tie experts with one another and make another choice than the engine that sampled.
-
-    Returns:
-        Weights [T, K] (with `normalized` they sum to 1) and experts [T, K].
     """
-    probability_TE = F.linear(hidden_TH.float(), weight_EH.float()).softmax(-1)
-    weight_TK, chosen_TK = probability_TE.topk(k, dim=-1)
-    return weight_TK / weight_TK.sum(-1, keepdim=True) if normalized else weight_TK, chosen_TK
+    if torch.compiler.is_compiling():  # nothing is changed in place there
+        return forward(router, hidden_TH.float(), *bias)
+    with Choice():
+        return forward(router, hidden_TH.float(), *bias)
 
 
-def mix(
-    hidden_TH: Tensor, weight_TK: Tensor, chosen_TK: Tensor, gate_up_EJH: Tensor, down_EHI: Tensor, activation: Any
-) -> Tensor:
+@cache  # with a forward of each router's own, layers would not share a graph
+def _routed(kind: Any) -> Any:
+    return type(kind.__name__, (kind,), {"forward": lambda router, *inputs: route(kind.forward, router, *inputs)})
+
+
+def mix(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """Every token's weighted sum over its experts [T, H].
 
     Rows are sorted by expert, so that each projection is one grouped matrix product; nothing waits for the device. The weights multiply the
     hidden layer rather than the output: the same sum, on fewer columns, and backward needs no outputs of experts to be kept.
     """
-    experts, (tokens, k) = gate_up_EJH.shape[0], chosen_TK.shape
+    count, (tokens, k) = experts.num_experts, chosen_TK.shape
     sorted_S, order_S = chosen_TK.flatten().to(torch.int32).sort(stable=True)
-    numbers = torch.arange(experts, device=sorted_S.device, dtype=torch.int32)
+    numbers = torch.arange(count, device=sorted_S.device, dtype=torch.int32)
     end_E = torch.searchsorted(sorted_S, numbers, right=True, out_int32=True)
     place_S = torch.arange(tokens * k, device=order_S.device, dtype=torch.int32)
     place_TK = torch.empty_like(place_S).scatter_(0, order_S, place_S).view(tokens, k)
 
-    gate_SI, up_SI = grouped_linear(spread(hidden_TH, place_TK), gate_up_EJH, end_E).chunk(2, dim=-1)
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    rows_SJ = grouped_linear(spread(hidden_TH, place_TK), getattr(experts, first), end_E, experts.is_transposed)
+    if experts.has_bias:
+        rows_SJ = rows_SJ + getattr(experts, f"{first}_bias")[sorted_S]
     weight_S1 = weight_TK.flatten().gather(0, order_S)[:, None]
-    hidden_SI = (activation(gate_SI.float()) * up_SI.float() * weight_S1).to(hidden_TH.dtype)
-    return collect(grouped_linear(hidden_SI, down_EHI, end_E), place_TK)
+    if experts.has_gate and type(experts)._apply_gate is _default_apply_gate:
+        gate_SI, up_SI = rows_SJ.chunk(2, dim=-1)
+        active_SI = experts.act_fn(gate_SI.float()) * up_SI.float()
+    else:
+        active_SI = (experts._apply_gate if experts.has_gate else experts.act_fn)(rows_SJ.float())
+    hidden_SI = (active_SI * weight_S1).to(hidden_TH.dtype)
+    out_TH = collect(grouped_linear(hidden_SI, experts.down_proj, end_E, experts.is_transposed), place_TK)
+    if experts.has_bias:  # a dense product, without atomics in backward
+        weight_TE = weight_TK.new_zeros(tokens, count).scatter(1, chosen_TK, weight_TK)
+        out_TH = out_TH + weight_TE.to(hidden_TH.dtype) @ experts.down_proj_bias
+    return out_TH
 
 
-def grouped_linear(rows_SI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
-    """Rows [end[e - 1], end[e]) times expert e's matrix: [S, O]. No gradient for `end_E` (int32)."""
-    return F.grouped_mm(rows_SI, weight_EOI.transpose(1, 2), offs=end_E)
+ALL_EXPERTS_FUNCTIONS.register(NAME, mix)
+
+
+def grouped_linear(rows_SI: Tensor, weight_EOI: Tensor, end_E: Tensor, transposed: bool) -> Tensor:
+    """Rows [end[e - 1], end[e]) times expert e's matrix ([O, I], or [I, O]): [S, O]. No gradient for `end_E` (int32)."""
+    return F.grouped_mm(rows_SI, weight_EOI if transposed else weight_EOI.transpose(1, 2), offs=end_E)
 
 
 # Opaque to the compiler, which would gather element by element; each is the other's backward, without atomics.

@@ -299,7 +299,7 @@ def sgd(settings: Settings, chunks: Iterable[Chunk], steps: Steps) -> None:
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
     """Whether Muon's own rule updates a parameter: a matrix, or a stack of experts, neither embedding nor head."""
-    if "embed" in name or "lm_head" in name:
+    if "embed" in name or "lm_head" in name or name.endswith("_bias"):
         return False
     return parameter.ndim == 2 or (parameter.ndim == 3 and "experts" in name)
 

@@ -1,23 +1,26 @@
 """Parameters under their Hugging Face names: which rows lie on which rank, and how they get their values.
 
-transformers holds some tensors in another form than the files do. `stored_tensors` names, for every tensor of the files,
-the slice of the parameter that holds it; loading and exporting both follow it. Values come from a model directory or are
-random.
+transformers holds some tensors in another form than the files do: all experts in one parameter, modules under other
+names. `stored_tensors` names, for every tensor of the files, the slice of the parameter that holds it; loading and
+exporting both follow it. Values come from a model directory or are random.
 """
 
 import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import World, local_part, rows_of_rank
@@ -26,35 +29,26 @@ from prime_rl.transport.commit import UNSYNCED_BYTES
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _WRAPPED = "_checkpoint_wrapped_module."  # of blocks that keep less, or keep it elsewhere
-# Parameters that hold a matrix of every expert, and the names of their parts in the files, one below the other.
-_FUSED = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
-
-
-@dataclass(frozen=True)
-class Expert:
-    """Where a stored tensor lies in a fused parameter [E, rows, columns]."""
-
-    index: int
-    rows: slice
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a model's files, of `shape`, and the parameter that holds it, whole or (`expert`) as a part."""
+    """One tensor of a model's files, of `shape`, and what holds it, whole or (`index`) in an expert and rows of its matrix."""
 
     name: str
     shape: list[int]
-    parameter: nn.Parameter
-    expert: Expert | None = None
+    parameter: Tensor
+    index: tuple[int, slice] | tuple[()] = ()
 
     def local(self, world: World) -> tuple[Tensor, int]:
         """This rank's rows of it (a view of the parameter, perhaps empty), and the index of their first row."""
         local, first = local_rows(self.parameter, world)
-        if self.expert is None:
+        if not self.index:
             return local, first
-        place = self.expert.index - first  # fused parameters are sharded by experts: a rank has all of one, or nothing
+        expert, rows = self.index
+        place = expert - first  # fused parameters are sharded by experts: a rank has all of one, or nothing
         if 0 <= place < local.shape[0]:
-            return local[place, self.expert.rows], 0
+            return local[place, rows], 0
         return local.new_empty(0, *self.shape[1:]), 0
 
 
@@ -70,20 +64,45 @@ def named_parameters(policy: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield plain_name(name), parameter
 
 
-def stored_tensors(policy: nn.Module) -> Iterator[StoredTensor]:
-    """What the model's files hold, in the order of the parameters."""
-    for name, parameter in named_parameters(policy):
-        parts = next((parts for end, parts in _FUSED.items() if name.endswith(end)), None)
-        if parts is None:
-            yield StoredTensor(name, list(parameter.shape), parameter)
-            continue
-        experts, rows, columns = parameter.shape
-        rows //= len(parts)
-        prefix = name.rpartition(".")[0]
-        for index in range(experts):
-            for i, part in enumerate(parts):
-                expert = Expert(index, slice(i * rows, (i + 1) * rows))
-                yield StoredTensor(f"{prefix}.{index}.{part}.weight", [rows, columns], parameter, expert)
+class _Uncopied(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function is Tensor.contiguous else function(*args, **(kwargs or {}))
+
+
+def stored_tensors(policy: nn.Module, held: Collection[str] = ()) -> Iterator[StoredTensor]:
+    """What the model's files hold, in the order of the parameters.
+
+    transformers' own conversion, backwards and without values, takes the parameters apart. `held`: names in existing
+    files, whose tensors under transformers' own names are left whole. Raises UserError if one is no slice of a parameter.
+    """
+    assert isinstance(policy.lm, PreTrainedModel)
+    state: dict[str, Tensor] = policy.lm.state_dict(
+        keep_vars=True
+    )  # with routers' correction biases, which are buffers
+    values = {plain_name(name): value for value, name in {v: n for n, v in reversed(state.items())}.items()}
+    wholes = {name: torch.empty(value.shape, device="meta") for name, value in values.items()}
+    origins = {whole.untyped_storage()._cdata: name for name, whole in wholes.items()}
+    parts: dict[str, list[StoredTensor]] = {name: [] for name in values}
+    with _Uncopied():
+        stored = revert_weight_conversion(policy.lm, dict(wholes))
+    for name, part in stored.items():
+        origin = origins.get(part.untyped_storage()._cdata, "")
+        if not origin or (index := _index(wholes[origin], part)) is None:
+            raise UserError(f"files of {type(policy.lm).__name__} hold {name} in a form that the trainer cannot read")
+        parts[origin].append(StoredTensor(name, list(part.shape), values[origin], index))
+    for name, value in values.items():
+        is_whole = name in held and not any(part.name in held for part in parts[name])
+        yield from [StoredTensor(name, list(value.shape), value)] if is_whole else parts[name]
+
+
+def _index(whole: Tensor, part: Tensor) -> tuple[int, slice] | tuple[()] | None:
+    """Where in memory, hence in `whole`, its view `part` lies: everywhere, or in rows of one of its matrices."""
+    if part.shape == whole.shape and part.stride() == whole.stride():
+        return ()
+    if part.stride() != whole.stride()[1:] or part.shape[1:] != whole.shape[2:]:
+        return None
+    expert, row = divmod(int(part.storage_offset()) // whole.stride(1), whole.shape[1])
+    return expert, slice(row, row + part.shape[0])
 
 
 def local_rows(parameter: Tensor, world: World) -> tuple[Tensor, int]:
@@ -94,6 +113,7 @@ def local_rows(parameter: Tensor, world: World) -> tuple[Tensor, int]:
 
 def initialize_buffers(lm: PreTrainedModel, name: str) -> None:
     """Recompute buffers that no checkpoint carries (rotary frequencies), set counters to zero."""
+    fixed = {*lm.state_dict(keep_vars=True).values()}
     for buffer in lm.buffers():
         buffer.fill_(torch.nan if buffer.is_floating_point() else 0)
     for parameter in lm.parameters():
@@ -102,7 +122,7 @@ def initialize_buffers(lm: PreTrainedModel, name: str) -> None:
         if module is lm.model or next(module.buffers(recurse=False), None) is not None:
             lm._init_weights(module)
     for key, buffer in lm.named_buffers():
-        if buffer.is_floating_point() and buffer.isnan().any():
+        if buffer not in fixed and buffer.is_floating_point() and buffer.isnan().any():
             raise UserError(f"model {name}: the value of its buffer {key} is not known to transformers")
 
 
@@ -124,12 +144,12 @@ def randomize(policy: nn.Module, world: World, seed: int) -> None:
 def load_weights(policy: nn.Module, directory: Path, world: World) -> None:
     """Read every parameter's rows of this rank from a model directory's safetensors files.
 
-    Experts lie there one by one, as models are published. Raises UserError if a tensor is missing or has another shape,
-    or a file is damaged.
+    Experts lie there as models of the family are published, or as transformers holds them. Raises UserError if a tensor
+    is missing or has another shape, or a file is damaged.
     """
     files = _tensor_files(directory)
     by_file: dict[Path, list[StoredTensor]] = {}
-    for tensor in stored_tensors(policy):
+    for tensor in stored_tensors(policy, files):
         if tensor.name not in files:
             raise UserError(f"model directory {directory} has no tensor {tensor.name}, which its config.json needs")
         by_file.setdefault(files[tensor.name], []).append(tensor)

@@ -40,7 +40,7 @@ class ReferenceScorer:
         document = Document(ids, np.ones(len(ids), dtype=np.bool_), 1.0, np.zeros((1, len(ids)), dtype=np.float32))
         batch = collate([document], 1, pads_to(world.device))
         self._batch = to_device(pinned([batch], world.device)[0], world.device)
-        routers = {block.gate.weight for block in moe.sparse_blocks(policy)}  # always computed in float32
+        routers = set(moe.router_parameters(policy))  # always computed in float32
         self._rounded = [
             parameter
             for parameter in policy.parameters()

@@ -23,7 +23,7 @@ from prime_rl.trainer.parallel import Moment, World, now, page_lock, seconds
 from prime_rl.trainer.parameters import DTYPE_NAMES, stored_tensors, write_tensors
 from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import disk_errors
-from prime_rl.transport.exchange import layout, shared_buffer
+from prime_rl.transport.exchange import DTYPES, layout, shared_buffer
 from prime_rl.transport.weights import INDEX, TensorEntry, hash_tensors
 
 DEVICE_SHARE = 1 / 8
@@ -63,8 +63,11 @@ class WeightCopy:
     def __init__(self, policy: nn.Module, world: World, dtype: torch.dtype, *, gpu: bool = False) -> None:
         self.world, self.dtype, self._gpu = world, dtype, gpu
         self.stored = list(stored_tensors(policy))
-        kind = DTYPE_NAMES[dtype]
-        self.tensors = {tensor.name: TensorEntry("", kind, list(tensor.shape), "") for tensor in self.stored}
+        kinds = {True: DTYPE_NAMES[dtype], False: "F32"}  # buffers stay exact: they decide between experts
+        self.tensors = {
+            each.name: TensorEntry("", kinds[isinstance(each.parameter, nn.Parameter)], each.shape, "")
+            for each in self.stored
+        }
         self.ranges, self.size = layout(self.tensors)
         self.buffer = torch.empty(0, dtype=torch.uint8)  # stays empty on the other ranks
         self.handle: str | None = None
@@ -99,13 +102,14 @@ class WeightCopy:
                 tensors = list(group)
                 whole = self._whole(tensors[0].parameter)
                 for tensor in tensors if self.world.is_main else ():
-                    start, size = self.ranges[tensor.name]
-                    into = self.buffer[start : start + size].view(self.dtype).view(tensor.shape)
-                    value = whole if tensor.expert is None else whole[tensor.expert.index, tensor.expert.rows]
-                    into.copy_(value, non_blocking=True)
+                    self._view(self.buffer, tensor.name).copy_(whole[tensor.index], non_blocking=True)
         return Copy(began, now(self.world.device))
 
-    def _whole(self, parameter: nn.Parameter) -> Tensor:
+    def _view(self, buffer: Tensor, name: str) -> Tensor:
+        (start, size), entry = self.ranges[name], self.tensors[name]
+        return buffer[start : start + size].view(DTYPES[entry.dtype]).view(entry.shape)
+
+    def _whole(self, parameter: Tensor) -> Tensor:
         if not isinstance(parameter, DTensor):
             return parameter.detach()
         local = parameter.to_local().detach()
@@ -135,12 +139,9 @@ class WeightCopy:
         tensors = tensors_by_file(self.ranges)
 
         def write(file: str) -> dict[str, TensorEntry]:
-            path, content = directory / file, dict[str, Tensor]()
-            for name in tensors[file]:
-                start, size = self.ranges[name]
-                content[name] = host[start : start + size].view(self.dtype).view(self.tensors[name].shape)
+            path = directory / file
             with disk_errors(path):
-                write_tensors(path, content)
+                write_tensors(path, {name: self._view(host, name) for name in tensors[file]})
                 return hash_tensors(path)
 
         # Several files at a time: the disk and xxh3 do not hold the interpreter.
