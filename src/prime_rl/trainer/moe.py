@@ -48,8 +48,7 @@ def set_up(lm: PreTrainedModel, name: str) -> None:
     for path, module in lm.named_modules():
         if path.endswith(".experts") and module not in known:
             raise UserError(
-                f"model {name} ({type(lm).__name__}) cannot be trained: its experts ({type(module).__name__}) do not go "
-                "through transformers' experts interface"
+                f"model {name} cannot be trained: {type(module).__name__} is not part of transformers' experts interface"
             )
     if blocks:
         lm.set_experts_implementation(NAME)
@@ -64,12 +63,11 @@ def set_up(lm: PreTrainedModel, name: str) -> None:
 
 
 def sparse_blocks(model: nn.Module) -> list[SparseBlock]:
-    """The model's blocks of experts, from first to last; none in a dense model."""
+    """The model's blocks of experts whose forward is the interface's, which marks them, from first to last."""
     parts = [(module, dict(module.named_children())) for module in model.modules()]
     blocks = [
         SparseBlock(each, of.get("gate", of.get("router")), of["experts"]) for each, of in parts if "experts" in of
     ]
-    # The interface gives this attribute to modules whose forward it is.
     return [block for block in blocks if block.router is not None and "is_transposed" in vars(block.experts)]
 
 

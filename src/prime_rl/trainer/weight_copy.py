@@ -64,10 +64,7 @@ class WeightCopy:
         self.world, self.dtype, self._gpu = world, dtype, gpu
         self.stored = list(stored_tensors(policy))
         kinds = {True: DTYPE_NAMES[dtype], False: "F32"}  # buffers stay exact: they decide between experts
-        self.tensors = {
-            each.name: TensorEntry("", kinds[isinstance(each.parameter, nn.Parameter)], each.shape, "")
-            for each in self.stored
-        }
+        self.tensors = {t.name: TensorEntry("", kinds[t.parameter.requires_grad], t.shape, "") for t in self.stored}
         self.ranges, self.size = layout(self.tensors)
         self.buffer = torch.empty(0, dtype=torch.uint8)  # stays empty on the other ranks
         self.handle: str | None = None
