@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from conftest import make_tiny_model
 from prime_rl.monitor import read_metrics
@@ -105,13 +104,15 @@ def test_experts_in_groups(compiled: bool) -> None:
     few roundings (2^-8 each), the same bits every time, and the host never waits."""
     torch.manual_seed(0)
     shape = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
-    reference = Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(**shape, norm_topk_prob=True, experts_implementation="eager"))
+    config = Qwen3MoeConfig(**shape, norm_topk_prob=True, num_hidden_layers=1, vocab_size=64, num_attention_heads=16)
+    lm = Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager")
     with torch.no_grad():
-        for parameter in reference.parameters():
+        for parameter in lm.model.layers[0].mlp.parameters():
             parameter.normal_(0, 0.02)
             parameter.copy_(parameter.bfloat16())  # the same weights in both
-    reference = reference.to(GPU)
-    ours = moe.SparseBlock(copy.deepcopy(reference)).to(GPU)
+    reference, own = lm.to(GPU).model.layers[0].mlp, copy.deepcopy(lm)
+    moe.set_up(own, "")
+    ours = own.model.layers[0].mlp
     ours.experts.to(torch.bfloat16)
     if compiled:
         ours.compile(fullgraph=True, dynamic=True)
