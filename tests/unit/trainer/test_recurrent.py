@@ -42,6 +42,9 @@ MULTIPLIERS: dict[str, Any] = {
     "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.9], "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8,
     "embedding_multiplier": 2.0,
 }  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "qwen3_5_text tied": DELTA | {"tie_word_embeddings": True},
@@ -58,14 +61,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 4,
     },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3},
+    "nemotron_h": {
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "conv_kernel": 4,
+        "chunk_size": 8, "expand": 2, "layers_block_type": ["mamba", "attention", "mlp"],
+    },
+    "minimax": {"layer_types": DELTA["layer_types"], "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8},
+    "qwen3_5_moe_text": DELTA | EXPERTS,
     "recurrent_gemma": {
         "lru_width": 64, "attention_window_size": 8, "block_types": ["recurrent", "recurrent", "attention"],
     },
 }  # fmt: skip
 # Delta rules solve triangular systems: transformers' own gradients in float32 are 1.6e-5 off those in float64.
-GRADIENT_ERROR = {"qwen3_next": 4e-5}
+GRADIENT_ERROR = {"qwen3_next": 4e-5, "qwen3_5_moe_text": 4e-5}
 # One of each kind of mixer.
-KINDS = ("qwen3_5_text", "falcon_h1", "jamba", "lfm2", "recurrent_gemma")
+KINDS = ("qwen3_5_text", "falcon_h1", "jamba", "lfm2", "minimax", "recurrent_gemma")
 
 
 def save(model_type: str, directory: Path) -> Path:
@@ -226,10 +235,11 @@ def test_what_is_counted() -> None:
     ("model_type", "settings", "reason"),
     [
         ("mamba", {}, r"\(MambaForCausalLM\) has not the form"),
+        ("olmo_hybrid", DELTA, r"files of OlmoHybridForCausalLM hold .*q_conv1d.weight in a form that the trainer"),
         ("zamba2", {**FAMILIES["zamba2"], "layers_block_type": ["hybrid"] * 3, "tie_word_embeddings": True},
          r"\(Zamba2ForCausalLM\) shares weights between its layers"),
     ],
-    ids=["mamba", "zamba2"],
+    ids=["mamba", "olmo_hybrid", "zamba2"],
 )  # fmt: skip
 def test_refused_by_name(
     model_type: str, settings: dict[str, Any], reason: str, make_policy: Callable[..., Policy], tmp_path: Path
