@@ -1,7 +1,9 @@
 """Conversations of several turns, in the process of a worker, against a scripted engine: limits, a full context, samples."""
 
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,26 @@ async def test_max_turns(model: Path) -> None:
     async with world(model, max_turns=2) as (engine, env):
         result = await run(engine, env)
     assert (result.ok, result.num_turns, result.reward, result.is_truncated) == (True, 2, 2.0, True), result.message
+
+
+async def test_experts_come_with_the_turns(model: Path) -> None:
+    """Contract: an episode that is to have the experts that the engine chose asks for those that it does not have yet, turn by
+    turn, and has one row for each token but the last. A server that does not return them is refused, by name."""
+    request = Run(1, "e", 0, "", {"max_tokens": 64, "routed_experts_prompt_start": 0}, 0, "", 0.0)
+    async with world(model, max_turns=3) as (engine, env):
+        request = replace(request, task_id=env.task_ids[0], base_url=engine.base_url)
+        result = await env.run(request)
+        assert (result.outcome, "router_replay" in result.message) == (Outcome.ENGINE_REFUSED, True), result.message
+        engine.reset()
+        engine.replays = True
+        result = await env.run(request)
+    (sample,) = result.samples
+    assert_exact(sample, engine.exchanges)
+    assert sample.experts is not None
+    assert array("H", sample.experts.rows).tolist() == [at for at in range(len(sample.input_ids) - 1) for _ in range(2)]
+    asked = [exchange.body["sampling_params"]["routed_experts_prompt_start"] for exchange in engine.exchanges]
+    ends = [len(exchange.prompt) + len(exchange.completion) - 1 for exchange in engine.exchanges]
+    assert asked == [0, *ends[:-1]]
 
 
 async def test_a_full_context_stops(model: Path) -> None:

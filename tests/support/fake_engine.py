@@ -12,6 +12,7 @@ import asyncio
 import json
 import secrets
 from array import array
+from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,6 +103,7 @@ class FakeEngine:
     delay: float = 0.0
     status: int = 200  # anything else is answered with an error
     malformed: bool = False
+    replays: bool = False  # says which experts it "chose", where it is asked: the token's place, in each of two layers
     port: int = 0
     reply: Callable[[str], str] = lambda prompt: "<reversed_text>abc</reversed_text>"
     exchanges: list[Exchange] = field(default_factory=list)
@@ -184,6 +186,17 @@ class FakeEngine:
             "token_ids": ids,
             "logprobs": {"content": content},
         }
+        first = body["sampling_params"].get("routed_experts_prompt_start")
+        if self.replays and first is not None:
+            places = range(first, len(body["token_ids"]) + len(ids) - 1)
+            data = array("H", [place for place in places for _ in range(2)]).tobytes()
+            shape = [len(places), 2, 1]
+            choice["routed_experts"] = {
+                "data": b64encode(data).decode(),
+                "dtype": "uint16",
+                "shape": shape,
+                "start": first,
+            }
         return web.json_response({"request_id": f"generate-tokens-{self.started}", "choices": [choice]})
 
 
