@@ -22,6 +22,7 @@ COMMON: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("max_steps", "async_level", "bench", "clean", "ckpt"), PAIR),
     **dict.fromkeys((f"ckpt.{name}" for name in CkptConfig.model_fields), PAIR),
     "device": ("trainer", "inference"),
+    "router_replay": ALL,
 }
 DEFAULT_PORT = 8000
 

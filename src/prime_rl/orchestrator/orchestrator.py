@@ -235,11 +235,14 @@ class Orchestrator:
         env = start.task.env
         seed = request_seed(self.config.seed, str(start.group), start.number)
         sampler = self.teachers.samplers.get(env)
+        sampling = wire_sampling(self.sampling[env], seed, self.config.seq_len)
+        if self.config.router_replay and sampler is None:  # a teacher's experts are not the trainer's
+            sampling["routed_experts_prompt_start"] = 0
         async with nullcontext() if sampler is None else sampler.slots:
             result = await self.pool.run(
                 env=env,
                 task_index=start.task.index,
-                sampling=wire_sampling(self.sampling[env], seed, self.config.seq_len),
+                sampling=sampling,
                 policy_version=start.version,
                 episode_id=start.episode,
                 timeout=self.config.rollout_timeout,

@@ -141,12 +141,15 @@ class Policy(nn.Module):
         self.head_chunk, self.frees_weights = memory.settings.head_chunk, memory.settings.reshard
         self.units: list[Unit] = []
         self.hookless: list[Unit] = []  # those that have to be gathered here
+        self.sparse = moe.sparse_blocks(lm)
 
     def forward(self, batch: MicroBatch, loss: TokenLoss | SequenceLoss | None = None) -> tuple[Tensor, Tensor]:
         """The loss [] and metric sums [M] of `loss` over the loss tokens, or without one their logprob [L] and entropy [L]."""
         in_two_passes = loss is None or isinstance(loss, SequenceLoss)
         for unit in self.hookless:
             unit.unshard()
+        for number, block in enumerate(self.sparse):
+            block.router.replayed = None if batch.experts is None else batch.experts[number]
         if isinstance(self, FSDPModule) and torch.is_grad_enabled():
             # One pass forms the head's gradients here, and an embedding's need no weight. Holds for the next backward.
             self.set_unshard_in_backward(in_two_passes)

@@ -1,9 +1,8 @@
 """Mixture-of-experts blocks of any family that uses transformers' experts interface: routed in float32, computed in groups.
 
 Blocks and routers stay transformers' own modules. The experts' forward is `mix`, registered as `NAME`; every call of a
-router goes through `route`. A router's choice can be replaced there: `Choice` sees the scores [T, E] and the experts [T, K]
-chosen by them; scores of others, gathered instead, go on through the router's own formula. (Compiled, a block may enter
-the mode only under `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`.) Letters: T tokens, K experts of
+router goes through `route`. A router's choice is replaced there (`router_replay`): `Choice` sees the scores [T, E] and the
+experts [T, K] chosen by them; scores of others, gathered instead, go on through the router's own formula. Letters: T tokens, K experts of
 each, S = T·K, E experts, I width of an expert's hidden layer, J of its first product (2·I with a gate), H hidden size.
 """
 
@@ -52,9 +51,13 @@ def set_up(lm: PreTrainedModel, name: str) -> None:
             )
     if blocks:
         lm.set_experts_implementation(NAME)
-    for block, router, _ in blocks:
+    for block, router, experts in blocks:
         block.eval()  # no jitter, no sampling of experts
         router.__class__ = _routed(type(router))  # type: ignore[arg-type]
+        router.expert_count = len(next(experts.parameters()))
+        # [T, K] experts that the engine chose, -1 where it chose none: set before each forward pass that replays them, and
+        # read again by the backward pass of a checkpointed block.
+        router.replayed = None
         for module in router.modules():
             for key, parameter in list(module.named_parameters(recurse=False)):
                 if not parameter.requires_grad:  # a correction bias, which other families keep in a buffer
@@ -95,21 +98,32 @@ def shard_routers(lm: PreTrainedModel, mesh: DeviceMesh) -> list[FSDPModule]:
 
 
 class Choice(TorchFunctionMode):
-    """Sees a router choose K experts of all. What it returns may be changed in place, unlike what checkpoints keep."""
+    """Sees a router choose K experts of all, and replaces them by those in `replayed_TK`. What it returns may be changed in
+    place, unlike what checkpoints keep."""
+
+    def __init__(self, experts: int, replayed_TK: Tensor | None) -> None:
+        super().__init__()
+        self.experts, self.replayed_TK = experts, replayed_TK
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        return (out[0].clone(), out[1]) if function in (torch.topk, Tensor.topk) else out
+        if function not in (torch.topk, Tensor.topk):
+            return out
+        if self.replayed_TK is None or args[0].ndim != 2 or args[0].shape[1] != self.experts:  # of groups of experts
+            return out[0].clone(), out[1]
+        chosen_TK = torch.where(self.replayed_TK < 0, out[1], self.replayed_TK)
+        return args[0].gather(-1, chosen_TK), chosen_TK
 
 
-def route(forward: Callable[..., Any], router: nn.Module, hidden_TH: Tensor, *bias: Tensor) -> Any:
+def route(forward: Callable[..., Any], router: Any, hidden_TH: Tensor, *bias: Tensor) -> Any:
     """Call a router in float32, whatever the block computes in.
 
     Rounding the logits to bfloat16 would tie experts with one another and make another choice than the engine that sampled.
     """
-    if torch.compiler.is_compiling():  # nothing is changed in place there
+    # Compiled, nothing is changed in place, and a block may not enter a mode unless `router_replay.set_up` has allowed it.
+    if torch.compiler.is_compiling() and router.replayed is None:
         return forward(router, hidden_TH.float(), *bias)
-    with Choice():
+    with Choice(router.expert_count, router.replayed):
         return forward(router, hidden_TH.float(), *bias)
 
 

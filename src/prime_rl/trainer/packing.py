@@ -18,6 +18,7 @@ from torch import Tensor
 
 from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import World, agree, sum_over_ranks
+from prime_rl.trainer.router_replay import Chosen, Routers, lay_out
 from prime_rl.wait import WaitTimeout
 
 Floats = npt.NDArray[np.float32]
@@ -37,6 +38,7 @@ class Document:
     loss_mask: npt.NDArray[np.bool_]
     temperature: float
     streams: Floats
+    experts: Chosen | None = None  # of the first tokens, by the engine
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class MicroBatch:
     labels: Tensor  # [L] int64
     inv_temperature: Tensor  # [L] float32
     streams: Tensor  # [K, L] float32
+    experts: Tensor | None = None  # router replay: `router_replay.Chosen` [M, T, experts of each] int16
 
     def documents(self) -> tuple[Tensor, int]:
         """The document of each loss token, [L] int64, and their number D."""
@@ -134,7 +137,9 @@ def _fill(sizes: Ints, prices: npt.NDArray[np.float64], count: int, seq_len: int
     return [sorted(documents) for documents in bins]
 
 
-def collate(documents: Sequence[Document], streams: int, multiple_of: int = 1) -> MicroBatch:
+def collate(
+    documents: Sequence[Document], streams: int, multiple_of: int = 1, routers: Routers | None = None
+) -> MicroBatch:
     """Lay documents one after the other.
 
     No documents give a micro-batch of padding without loss tokens: a rank without work still joins every collective.
@@ -142,6 +147,7 @@ def collate(documents: Sequence[Document], streams: int, multiple_of: int = 1) -
     Args:
         streams: K, which an empty sequence cannot tell.
         multiple_of: T is padded to a multiple of this (at least 2) by one more document without loss tokens.
+        routers: Of the model, if it replays the engine's choice of experts.
     """
     total = sum(len(document.input_ids) for document in documents)
     padding = max(-total % multiple_of, 2 if total < 2 else 0)
@@ -170,6 +176,7 @@ def collate(documents: Sequence[Document], streams: int, multiple_of: int = 1) -
         labels=torch.from_numpy(ids[labels]),
         inv_temperature=torch.from_numpy(np.repeat(cooling, lengths)[labels]),
         streams=torch.from_numpy(np.ascontiguousarray(columns[:, labels])),
+        experts=routers and torch.from_numpy(lay_out([document.experts for document in documents], lengths, routers)),
     )
 
 
@@ -189,11 +196,16 @@ def pinned(batches: Sequence[MicroBatch], device: torch.device) -> list[MicroBat
 
 
 def micro_batches(
-    mine: Sequence[Sequence[int]], documents: Mapping[int, Document], streams: int, device: torch.device
+    mine: Sequence[Sequence[int]],
+    documents: Mapping[int, Document],
+    streams: int,
+    device: torch.device,
+    routers: Routers | None = None,
 ) -> list[MicroBatch]:
     """This rank's micro-batches of a plan, ready for the device."""
     multiple_of = pads_to(device)
-    return pinned([collate([documents[i] for i in indices], streams, multiple_of) for indices in mine], device)
+    made = [collate([documents[i] for i in indices], streams, multiple_of, routers) for indices in mine]
+    return pinned(made, device)
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -245,6 +257,7 @@ class StepSource:
 
     def __init__(self, world: World, seconds: float) -> None:
         self.world, self.costs = world, Costs()
+        self.routers: Routers | None = None  # of a model that replays the engine's choice; set before the first `read`
         self._seconds = seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
         self._requested = Event()

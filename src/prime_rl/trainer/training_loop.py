@@ -17,7 +17,7 @@ from prime_rl.config.shared import TRAINER_STEPS
 from prime_rl.config.trainer import ConstantScheduler, FakeData, WeightsConfig
 from prime_rl.monitor import read_status
 from prime_rl.monitor.monitor import bench_table
-from prime_rl.trainer import perf
+from prime_rl.trainer import perf, router_replay
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.lm_head import TokenLoss, add_up
 from prime_rl.trainer.loss import STREAMS, SequenceLoss
@@ -37,6 +37,7 @@ from prime_rl.trainer.parallel import World, close_world, init_world, now
 from prime_rl.trainer.policy_check import check_policy
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.report import MetricRows, Named, Report, StepMetrics, stop_signal, sum_on_device
+from prime_rl.trainer.router_replay import Routers
 from prime_rl.trainer.source import Source, locate_model
 from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype, published_bytes, uses_memory
 from prime_rl.transport.checkpoints import trainer_is_alone
@@ -56,6 +57,7 @@ class Recipe:
         open_data: Opens the data, before the model is built.
         served: The config of a run whose versions servers follow (None: versions are for checkpoints alone).
         weights: What versions are kept, and how servers get them.
+        router_replay: Whether tokens go to the experts that the engine chose for them.
     """
 
     tokens: int
@@ -64,6 +66,7 @@ class Recipe:
     open_data: Callable[[World, Source], StepSource]
     weights: WeightsConfig
     served: TrainerConfig | None = None
+    router_replay: bool = False
 
 
 def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
@@ -111,6 +114,8 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         progress = checkpoints.load(policy, optimizer)
         start = progress.step
         costs = perf.step_costs(policy.lm, source.config)
+        if recipe.router_replay:
+            data.routers = router_replay.set_up(policy.lm.model.layers, source.name)
         data.start(costs, progress.samples)
 
         vocabulary = source.config.get_text_config().vocab_size
@@ -145,7 +150,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         exit_stack.enter_context(watched(policy.memory))
         if served is not None and policy.compiled:  # the servers are loading meanwhile
             report.phase("compiling")
-            warm_up(policy, recipe.loss, served, world, vocabulary, pads_to(world.device))
+            warm_up(policy, recipe.loss, served, world, vocabulary, pads_to(world.device), data.routers)
         step, saving = start, 0.0
         while config.max_steps is None or step < config.max_steps:
             report.status.step(step)
@@ -279,6 +284,7 @@ def warm_up(
     world: World,
     vocabulary: int,
     multiple_of: int,
+    routers: Routers | None = None,
 ) -> None:
     """Compile blocks, loss and the scoring of versions. Every rank calls it, where anything is compiled.
 
@@ -288,20 +294,21 @@ def warm_up(
 
     Args:
         multiple_of: Micro-batches are padded to a multiple of so many tokens.
+        routers: Of the model, if it replays the engine's choice of experts.
     """
     longest = -(-config.seq_len // multiple_of) * multiple_of
-    batches = [_random_batch(tokens, vocabulary) for tokens in (longest, max(longest - multiple_of, 2))]
+    batches = [_random_batch(tokens, vocabulary, routers) for tokens in (longest, max(longest - multiple_of, 2))]
     forward_backward(policy, pinned(batches, world.device), loss, world)
     clip_gradients(policy, config.optim.max_norm)
     policy.zero_grad(set_to_none=True)
     ReferenceScorer(policy, world, vocabulary, torch.float32, torch.float32).score(as_exported=False, compiled=True)
 
 
-def _random_batch(tokens: int, vocabulary: int) -> MicroBatch:
+def _random_batch(tokens: int, vocabulary: int, routers: Routers | None) -> MicroBatch:
     """Random tokens in a few documents. No token has a weight, hence no gradient."""
     draw = np.random.default_rng(0)
     documents = []
     for length in map(len, np.array_split(np.arange(tokens), min(3, tokens))):
         ids, streams = draw.integers(0, vocabulary, length), np.zeros((len(STREAMS), length), dtype=np.float32)
         documents.append(Document(ids, np.ones(length, dtype=np.bool_), 1.0, streams))
-    return collate(documents, len(STREAMS))
+    return collate(documents, len(STREAMS), routers=routers)

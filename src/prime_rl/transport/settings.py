@@ -24,6 +24,7 @@ Party = Literal["trainer", "orchestrator", "inference"]
 # Dotted keys, compared if both sides have them.
 _SAME = (
     "model.name", "async_level", "max_steps", "seed", "ckpt.interval", "ckpt.keep", "ckpt.keep_interval", "ckpt.output_dir",
+    "router_replay",
 )  # fmt: skip
 _SEQ_LEN = "seq_len"  # need not be equal: the orchestrator's samples must fit the trainer's micro-batches
 _DATA = "data"  # between trainer and orchestrator; compared with partners that are gone, too: what they committed stays
@@ -97,7 +98,7 @@ def compare(config: BaseConfig, process: Party, *, gone: bool = True) -> Process
 def _shared(config: BaseConfig, process: Party) -> dict[str, Any]:
     """Return the settings that matter to partners."""
     settings: dict[str, Any] = {}
-    for key in ("model.name",) if process == "inference" else (*_SAME, _SEQ_LEN):
+    for key in ("model.name", "router_replay") if process == "inference" else (*_SAME, _SEQ_LEN):
         with suppress(AttributeError):  # an option that it does not have, or in a section that is off
             value = attrgetter(key)(config)
             settings[key] = str(value) if isinstance(value, Path) else value

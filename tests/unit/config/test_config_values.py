@@ -357,6 +357,7 @@ SHARED = [
     ("log.level", "debug", "warning", EVERYWHERE),
     ("device", "cpu", "cuda", ("trainer", "inference")),
     ("model.name", "some/model", "other/model", EVERYWHERE),
+    ("router_replay", "True", "False", EVERYWHERE),
     ("max_steps", "20", "30", PAIR),
     ("async_level", "2", "3", PAIR),
     ("ckpt.interval", "5", "6", PAIR),

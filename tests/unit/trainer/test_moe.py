@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl.errors import UserError
-from prime_rl.trainer import moe, parameters
+from prime_rl.trainer import moe, parameters, router_replay
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import collate, to_device
@@ -299,3 +299,34 @@ def test_routers_that_would_be_logged_are_no_obstacle(
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
     make_policy(directory)
+
+
+NOT_REPLAYED = {"phimoe"}
+"""Families whose routers choose otherwise than by the largest scores of all."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routers_of_a_family(family: str) -> None:
+    """Contract: a router's choice is replaced, whatever its formula: with its own nothing changes, with another one the
+    experts get that; or the family is refused."""
+    model = make_model(family)
+    moe.set_up(model, family)
+    if family in NOT_REPLAYED:
+        with pytest.raises(UserError, match="cannot be replaced"):
+            router_replay.set_up(model.model.layers, family)
+        return
+    routers = router_replay.set_up(model.model.layers, family)
+    blocks, seen, ids = moe.sparse_blocks(model), list[Tensor](), torch.arange(40)[None] * 7
+    assert (routers.k, routers.experts, len(routers.sparse)) == (2, 8, len(blocks))
+    for block in blocks:
+        block.experts.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        own = seen.copy()
+        for chosen in (own, [torch.stack([one[:, 0], (one[:, 0] + 3) % 8], 1) for one in own]):
+            for block, each in zip(blocks, chosen, strict=True):
+                block.router.replayed = each.to(torch.int16)
+            seen.clear()
+            got = model(ids, use_cache=False).logits
+            assert all(map(torch.equal, seen, chosen))
+            assert (chosen is own) == torch.allclose(got, want, atol=1e-5, rtol=1e-5)

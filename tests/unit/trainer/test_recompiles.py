@@ -21,13 +21,14 @@ from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.packing import Document, MicroBatch, collate
 from prime_rl.trainer.parallel import World, local_part
 from prime_rl.trainer.reference_scorer import ReferenceScorer
+from prime_rl.trainer.router_replay import Routers, set_up
 from prime_rl.trainer.training_loop import forward_backward, optimizer_step, warm_up
 from support import trainer as support
 
 
-def packs(streams: int) -> list[list[MicroBatch]]:
+def packs(streams: int, routers: Routers | None = None) -> list[list[MicroBatch]]:
     """Steps of two micro-batches: many documents and one, long and short, trained in full, in part and not at all, and
-    one of padding only."""
+    one of padding only; with `routers` most have experts that an engine chose."""
     rng = np.random.default_rng(0)
 
     def documents(count: int) -> list[Document]:
@@ -38,24 +39,29 @@ def packs(streams: int) -> list[list[MicroBatch]]:
                 rng.uniform(size=n) < rng.uniform(),
                 1.0,
                 np.abs(rng.standard_normal((streams, n))).astype(np.float32),
+                None if routers is None or n < 9 else np.full((2, n - 1, 2), [3, 1], dtype=np.int16),
             )
             for n in lengths
         ]
 
     counts = [(7, 4), (5, 9), (1, 3), (2, 1), (0, 12), (6, 6), (1, 1), (20, 2), (3, 0), (0, 1), (11, 5)]
-    return [[collate(documents(count), streams) for count in step] for step in counts]
+    return [[collate(documents(count), streams, routers=routers) for count in step] for step in counts]
 
 
 @pytest.mark.usefixtures("quick_compiler")
-def test_experts_are_not_compiled_again(world: World, make_policy: Callable[..., Policy], tmp_path: Path) -> None:
+@pytest.mark.parametrize("replays", [False, True])
+def test_experts_are_not_compiled_again(
+    replays: bool, world: World, make_policy: Callable[..., Policy], tmp_path: Path
+) -> None:
     """Contract: neither the number of tokens, documents and loss tokens makes anything compile again, once two steps were
-    made. (Dense models: `test_warm_up`.)"""
+    made, nor which experts are replayed. (Dense models: `test_warm_up`.)"""
     settings = {"dtype": "bfloat16", "activation_checkpointing": "attention"}
     policy = make_policy(make_tiny_model(tmp_path, experts=4), compile=True, **settings)
     torch._dynamo.reset()
     counters.clear()
     graphs = []
-    for batches in packs(1):
+    routers = set_up(policy.lm.model.layers, "m") if replays else None
+    for batches in packs(1, routers):
         forward_backward(policy, batches, cross_entropy, world)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0, "nothing was compiled"

@@ -40,6 +40,7 @@ def write_status(root: Path, claim: dict[str, object], **fields: object) -> Path
         ({"async_level": 2}, "async_level is 2 here, but 1 in the trainer"),
         ({"model": ModelConfig(name="other")}, "model.name is other here, but Qwen/Qwen3-0.6B in the trainer"),
         ({"ckpt": CkptConfig(interval=7)}, "ckpt.interval is 7 here, but 50 in the trainer"),
+        ({"router_replay": True}, "router_replay is True here, but False in the trainer"),
         ({"seq_len": 10**6}, "seq_len is 1000000 in the orchestrator, but"),
     ],
 )

@@ -24,6 +24,7 @@ from prime_rl.trainer.packing import (
     rollout_lengths,
 )
 from prime_rl.trainer.parallel import World, sum_over_ranks
+from prime_rl.trainer.router_replay import Routers, chosen_experts
 from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import list_steps, step_dir, subject_of
 from prime_rl.transport.rollouts import Sample, open_batch
@@ -80,9 +81,9 @@ class RolloutData(StepSource):
         rows = dict(zip(wanted, batch.rows(wanted), strict=True))
         for sample in rows.values():
             check_tokens(sample, self.vocabulary)
-        documents = {i: document(row, self.config.loss.kl_coef > 0) for i, row in rows.items()}
+        documents = {i: document(row, self.config.loss.kl_coef > 0, self.routers) for i, row in rows.items()}
         lengths = batch.lengths.tolist()
-        batches = micro_batches(mine, documents, len(STREAMS), self.world.device)
+        batches = micro_batches(mine, documents, len(STREAMS), self.world.device, self.routers)
         by_group = self.config.loss.normalization == "group"
         group_of = batch.group_ids() if by_group else range(len(lengths))
         return grouped(StepData(batches, lengths, len(lengths)), group_of, mine)
@@ -110,7 +111,7 @@ class FakeSamples(StepSource):
             seq_len = min(seq_len, self.fake.micro_batch_size * lengths[0])
         mine = plan(lengths, seq_len, self.world.size, self.costs)[self.world.rank]
         documents = {i: self._document(step, i, lengths[i]) for indices in mine for i in indices}
-        batches = micro_batches(mine, documents, len(STREAMS), self.world.device)
+        batches = micro_batches(mine, documents, len(STREAMS), self.world.device, self.routers)
         return grouped(StepData(batches, lengths, len(lengths)), range(len(lengths)), mine)
 
     def _lengths(self, step: int) -> list[int]:
@@ -147,7 +148,7 @@ def check_tokens(sample: Sample, vocabulary: int) -> None:
         )
 
 
-def document(sample: Sample, reference: bool = False) -> Document:
+def document(sample: Sample, reference: bool = False, routers: Routers | None = None) -> Document:
     """A sample's tokens and streams, in the order of `STREAMS`. The scale rows hold the bare weights still.
 
     Without weight streams every token of the loss mask belongs to the RL component with weight 1; a cross-entropy or
@@ -155,8 +156,9 @@ def document(sample: Sample, reference: bool = False) -> Document:
 
     Args:
         reference: RL tokens need the log-probabilities of a reference model.
+        routers: Of the model, if it replays the engine's choice of experts.
 
-    Raises UserError if they are needed and missing.
+    Raises UserError if they are needed and missing, or no router of the model chose the experts.
     """
     mask = np.asarray(sample.loss_mask, dtype=bool)
     zeros = np.zeros(mask.size, dtype=np.float32)
@@ -174,7 +176,11 @@ def document(sample: Sample, reference: bool = False) -> Document:
     rows = (mask, sample.logprobs, sample.advantages, stream(sample.ref_logprobs, zeros), rl, ce, ref_kl)
     streams = np.stack([np.asarray(row, dtype=np.float32) for row in rows])
     trained = mask | (ce != 0) | (ref_kl != 0)
-    return Document(np.asarray(sample.input_ids, dtype=np.int64), trained, float(sample.temperature), streams)
+    experts = None
+    if routers is not None and sample.routed_experts is not None:
+        experts = chosen_experts(sample.routed_experts, routers, sample.sample_id)
+    ids = np.asarray(sample.input_ids, dtype=np.int64)
+    return Document(ids, trained, float(sample.temperature), streams, experts)
 
 
 def grouped(data: StepData, group_of: "Sequence[str] | Sequence[int]", mine: Sequence[Sequence[int]]) -> StepData:

@@ -30,6 +30,7 @@ def make_recipe(config: TrainerConfig) -> Recipe:
         loss=make_loss(config.loss),
         names=describe,
         open_data=partial(RolloutData if config.data.fake is None else FakeSamples, config),
+        router_replay=config.router_replay,
         served=config if config.data.fake is None else None,
         # Fake data trains a model that nobody serves: its versions need no interval.
         weights=config.weights if config.data.fake is None else WeightsConfig(keep=config.weights.keep),

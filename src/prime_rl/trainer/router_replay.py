@@ -1,0 +1,104 @@
+"""Router replay: tokens go to the experts that the engine chose when it sampled them, weighted by the trainer's own router.
+
+A router's scores of two experts may be nearly the same, and two programs that round otherwise then choose differently: the
+trainer would compute another model than the one that sampled. Letters: M layers with experts, T tokens, K experts of each.
+"""
+
+from inspect import signature
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from prime_rl.errors import UserError
+from prime_rl.trainer.moe import SparseBlock, sparse_blocks
+
+Chosen = npt.NDArray[np.int16]
+"""(M, T, K) expert ids; -1 where the engine chose none and the trainer's router does."""
+
+
+class Routers(NamedTuple):
+    """A model's routers: all of one size."""
+
+    layers: int  # with experts or without
+    sparse: tuple[int, ...]  # the M layers that have some
+    k: int
+    experts: int
+
+
+def set_up(layers: nn.ModuleList, name: str) -> Routers:
+    """Return the routers of a model's layers, and let compiled blocks replace their choice.
+
+    Raises:
+        UserError: it has none, or of several sizes, or one whose choice cannot be replaced.
+    """
+    blocks = {number: block for number, layer in enumerate(layers) for block in sparse_blocks(layer)}
+    sizes = {(_replaced_experts(block, name), block.router.expert_count) for block in blocks.values()}
+    if len(sizes) != 1:
+        raise UserError(f"router_replay: {name} has {'routers of several sizes' if sizes else 'no experts to choose'}")
+    # A block that is computed again leaves the mode of `moe.Choice` as it enters it: nothing is left to be done twice.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    return Routers(len(layers), tuple(blocks), *sizes.pop())
+
+
+@torch.no_grad()
+def _replaced_experts(block: SparseBlock, name: str) -> int:
+    """Return how many experts a router chooses for a token, by trying it with random weights on the CPU.
+
+    Raises:
+        UserError: with others to replay it does not return those.
+    """
+    router, draw = block.router, torch.Generator().manual_seed(0)
+    tensors = (*router.named_parameters(), *router.named_buffers())
+    values = {key: torch.rand(tensor.shape, generator=draw) for key, tensor in tensors}
+    inputs = [torch.rand(8, block.experts.config.hidden_size, generator=draw)]
+    own: Any = next(kind for kind in type(router).__mro__ if kind.__module__.startswith("transformers"))
+    inputs += [torch.zeros(router.expert_count)] * (len(signature(own.forward).parameters) - 2)  # a bias of the block's
+
+    def choose() -> list[torch.Tensor]:
+        answers = functional_call(router, values, tuple(inputs))
+        return [answer for answer in answers if answer.dtype == torch.int64 and answer.ndim == 2]
+
+    try:
+        for chosen_TK in choose()[:1]:
+            router.replayed = (chosen_TK + 1) % router.expert_count
+            if any(torch.equal(answer, router.replayed) for answer in choose()):
+                return chosen_TK.shape[1]
+    finally:
+        router.replayed = None
+    raise UserError(f"router_replay: the choice of {type(router).__name__} in {name} cannot be replaced")
+
+
+def chosen_experts(rows: npt.NDArray[np.unsignedinteger], routers: Routers, sample: str) -> Chosen:
+    """Return what the engine chose for a sample's first N tokens, [M, N, K], of its rows [N, layers · K].
+
+    Raises:
+        UserError: no router of this model chose them.
+    """
+    if rows.shape[1] != routers.layers * routers.k:
+        raise UserError(
+            f"sample {sample} has {rows.shape[1]} experts a token, the trainer's model {routers.layers} layers with "
+            f"{routers.k} each: is it the model that sampled it?"
+        )
+    chosen_MNK = rows.reshape(-1, routers.layers, routers.k)[:, routers.sparse].swapaxes(0, 1).astype(np.int16)
+    if chosen_MNK.size and chosen_MNK.max() >= routers.experts:
+        raise UserError(
+            f"sample {sample} has expert {chosen_MNK.max()}, the trainer's model has {routers.experts}: is it the model "
+            "that sampled it?"
+        )
+    # Zeros, above all: what an engine leaves where it did not see its router choose.
+    if routers.k > 1 and (chosen_MNK[..., 0] == chosen_MNK[..., 1]).any():
+        raise UserError(f"sample {sample} has a token with the same expert twice: the engine did not say what it chose")
+    return chosen_MNK
+
+
+def lay_out(parts: "list[Chosen | None]", lengths: "npt.NDArray[np.int64]", routers: Routers) -> Chosen:
+    """Lay what the engine chose for packed documents of `lengths` tokens one after the other, [M, T, K]."""
+    chosen_MTK = np.full((len(routers.sparse), int(lengths.sum()), routers.k), -1, dtype=np.int16)
+    for start, part_MNK in zip(np.cumsum(lengths) - lengths, parts, strict=True):
+        if part_MNK is not None:
+            chosen_MTK[:, start : start + part_MNK.shape[1]] = part_MNK
+    return chosen_MTK

@@ -1,0 +1,288 @@
+"""Router replay: the experts that an engine chose are those that the trainer computes with, token by token, from the engine's
+answer to the gradients."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from renderers.client import parse_generate_response
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from prime_rl.config import TrainerConfig
+from prime_rl.envs.conversation import experts_of
+from prime_rl.envs.convert import Turn, samples_of
+from prime_rl.errors import UserError
+from prime_rl.inference.routes import sample_answer
+from prime_rl.orchestrator.samples import expert_rows
+from prime_rl.trainer.loss import cross_entropy
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.packing import Document, MicroBatch, collate, to_device
+from prime_rl.trainer.parameters import named_parameters
+from prime_rl.trainer.rl.data import document
+from prime_rl.trainer.router_replay import Routers, chosen_experts, set_up
+from prime_rl.transport.commit import step_dir
+from prime_rl.transport.rollouts import open_batch, write_batch
+from support import trainer as support
+
+CPU = torch.device("cpu")
+LAYERS, EXPERTS, K = 2, 5, 2
+ROUTERS = Routers(LAYERS, (0, 1), K, EXPERTS)
+LENGTHS = (17, 2, 40, 1, 9)
+
+
+@contextmanager
+def routed(model: Any, choose: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+    """Have transformers' own model compute with the experts [T, K] that `choose` gives for a layer's probabilities [T, E]."""
+
+    def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = hidden_states.reshape(-1, self.hidden_dim) @ self.weight.T
+        probabilities = logits.softmax(-1, dtype=torch.float)
+        chosen = choose(next(layer), probabilities)
+        weights = probabilities.gather(-1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True) if self.norm_topk_prob else weights, chosen
+
+    layer = iter(range(LAYERS))
+    own, Qwen3MoeTopKRouter.forward = Qwen3MoeTopKRouter.forward, forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Qwen3MoeTopKRouter.forward = own  # type: ignore[method-assign]
+
+
+def theirs(directory: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    model.set_experts_implementation("eager")
+    return model
+
+
+def random_choice(seed: int, tokens: int) -> np.ndarray:
+    """[M, N, K] distinct experts, at random."""
+    draw = np.random.default_rng(seed)
+    return draw.permuted(np.tile(np.arange(EXPERTS, dtype=np.int16), (LAYERS, tokens, 1)), axis=-1)[..., :K]
+
+
+def logprobs(policy: Policy, batch: MicroBatch) -> Tensor:
+    with torch.no_grad():
+        values = policy(to_device(batch, CPU))[0]
+    for unit in policy.units:  # its masters again, whose gradients are cleared
+        unit.reshard()
+    return values
+
+
+def gradients(policy: Policy, batches: list[MicroBatch]) -> dict[str, Tensor]:
+    policy.zero_grad()
+    for batch in batches:
+        policy(to_device(batch, CPU), cross_entropy)[0].backward()
+    return {name: parameter.grad.full_tensor().clone() for name, parameter in named_parameters(policy)}
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_its_own_choice_changes_nothing(reshard: bool, moe_model: Path, make_policy: Callable[..., Policy]) -> None:
+    """Contract: with the experts that the trainer's routers choose anyway, or none, numbers are the same; and a batch without
+    any after one that has some is computed as ever."""
+    policy, documents = make_policy(moe_model, reshard_after_forward=reshard), support.random_documents(LENGTHS)
+    assert set_up(policy.lm.model.layers, "m") == ROUTERS
+    plain, model = collate(documents, 1), theirs(moe_model)
+    before, own = logprobs(policy, plain), []
+    for each in documents:
+        chosen: list[Tensor] = []
+        with routed(model, lambda _, p, chosen=chosen: chosen.append(p.topk(K).indices) or chosen[-1]), torch.no_grad():
+            model(torch.from_numpy(each.input_ids)[None])
+        own.append(
+            replace(
+                each, experts=np.stack([one.numpy().astype(np.int16) for one in chosen])[:, : each.input_ids.size - 1]
+            )
+        )
+    want = gradients(policy, [plain])
+    for replayed in (documents, own):
+        batch = collate(replayed, 1, routers=ROUTERS)
+        torch.testing.assert_close(logprobs(policy, batch), before, atol=1e-6, rtol=0)
+        for name, gradient in gradients(policy, [batch]).items():
+            torch.testing.assert_close(gradient, want[name], atol=1e-5, rtol=1e-4)
+    other = [replace(each, experts=random_choice(5, each.input_ids.size)) for each in documents]
+    assert (logprobs(policy, collate(other, 1, routers=ROUTERS)) - before).abs().max() > 1e-2
+    assert torch.equal(logprobs(policy, plain), before)
+
+
+@pytest.mark.parametrize("level", ["none", "pointwise", "wide", "attention", "full"])
+def test_other_experts_are_computed_with(level: str, moe_model: Path, make_policy: Callable[..., Policy]) -> None:
+    """Contract: log-probabilities and all gradients, the routers' among them, are transformers' own with the same experts; whatever
+    is packed, also for tokens without any; whatever a block computes again in backward."""
+    policy, model = make_policy(moe_model, activation_checkpointing=level), theirs(moe_model)
+    documents = [
+        replace(each, experts=None if number == 2 else random_choice(number, each.input_ids.size - number % 2))
+        for number, each in enumerate(support.random_documents(LENGTHS))
+    ]
+    loss, found = torch.zeros(()), []
+    for each in documents:
+        choice = None if each.experts is None else torch.from_numpy(each.experts.astype(np.int64))
+
+        def choose(layer: int, probabilities: Tensor, choice: Tensor | None = choice) -> Tensor:
+            own = probabilities.topk(K).indices
+            return own if choice is None else torch.cat([choice[layer], own[choice.shape[1] :]])
+
+        with routed(model, choose):
+            logits = model(torch.from_numpy(each.input_ids)[None]).logits[0] / each.temperature
+        trained = torch.from_numpy(each.loss_mask).clone()
+        trained[0] = False
+        labels = trained.nonzero()[:, 0]
+        of_labels = logits.log_softmax(-1)[labels - 1, torch.from_numpy(each.input_ids)[labels]]
+        found.append(of_labels.detach())
+        loss = loss - (of_labels * torch.from_numpy(each.streams[0])[labels]).sum()
+    loss.backward()
+    batches = [collate(documents[:3], 1, routers=ROUTERS), collate(documents[3:], 1, routers=ROUTERS)]
+    torch.testing.assert_close(
+        torch.cat([logprobs(policy, batch) for batch in batches]), torch.cat(found), atol=1e-5, rtol=0
+    )
+    want = {name: parameter.grad for name, parameter in model.named_parameters()}
+    got = gradients(policy, batches)
+    assert got.keys() == want.keys()
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, want[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_compiled(moe_model: Path, make_policy: Callable[..., Policy]) -> None:
+    """Contract: compiled, checkpointed blocks compute with the same experts as eager ones, up to roundings of bfloat16."""
+    settings = {"dtype": "bfloat16", "activation_checkpointing": "attention"}
+    documents = [
+        replace(each, experts=random_choice(number, each.input_ids.size))
+        for number, each in enumerate(support.random_documents(LENGTHS))
+    ]
+    batches, found = [collate(documents, 1, routers=ROUTERS), collate(documents, 1)], []
+    for compiled in (False, True):
+        policy = make_policy(moe_model, compile=compiled, **settings)
+        set_up(policy.lm.model.layers, "m")
+        found.append([gradients(policy, [batch]) for batch in batches])
+    for name, want in found[0][0].items():
+        error, effect = (found[1][0][name] - want).norm() / want.norm(), (found[0][1][name] - want).norm() / want.norm()
+        assert error < 0.05, f"{name}: {error:.1e}"
+        assert effect > 4 * error, name
+
+
+def test_packed() -> None:
+    """Contract: each document's experts lie where its tokens do; padding and tokens beyond them have none."""
+    documents = [
+        Document(np.arange(n), np.ones(n, dtype=bool), 1.0, np.zeros((1, n), dtype=np.float32), experts)
+        for n, experts in ((4, random_choice(0, 3)), (2, None), (3, random_choice(1, 3)))
+    ]
+    chosen = collate(documents, 1, 8, ROUTERS).experts
+    assert chosen is not None
+    assert (chosen.dtype, chosen.shape) == (torch.int16, (LAYERS, 16, K))
+    want = np.full((LAYERS, 16, K), -1)
+    want[:, :3], want[:, 6:9] = random_choice(0, 3), random_choice(1, 3)
+    assert chosen.numpy().tolist() == want.tolist()
+    assert collate(documents, 1).experts is None
+    nothing = collate([], 1, 2, ROUTERS).experts
+    assert nothing is not None
+    assert (nothing == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (np.array([[0, 1, 2, 3, 4, 0]], dtype=np.uint8), "6 experts a token, the trainer's model 2 layers with 2 each"),
+        (np.array([[0, 1, 2, 5]], dtype=np.uint8), "expert 5, the trainer's model has 5"),
+        (np.array([[0, 1, 2, 3], [0, 1, 0, 0]], dtype=np.uint16), "the same expert twice"),
+    ],
+)
+def test_what_no_router_of_the_model_chose_is_refused(rows: np.ndarray, says: str) -> None:
+    with pytest.raises(UserError, match=f"sample s has .*{says}"):
+        chosen_experts(rows, ROUTERS, "s")
+
+
+def test_layers_without_experts_are_left_out() -> None:
+    """Contract: an engine has zeros for them."""
+    rows = np.array([[0, 0, 1, 2, 0, 0, 4, 3]] * 2, dtype=np.uint16)
+    chosen = chosen_experts(rows, Routers(4, (1, 3), 2, 5), "s")
+    assert chosen.tolist() == [[[1, 2]] * 2, [[4, 3]] * 2]
+
+
+def test_from_an_engine_to_the_trainer(moe_model: Path, make_policy: Callable[..., Policy], tmp_path: Path) -> None:
+    """Contract: log-probabilities of an engine whose routers choose other experts than the trainer's come out of the trainer,
+    over two turns and a branch, in one packed batch; without replay they do not. The engine: transformers, with noise in its
+    choice, which a token keeps as long as it is cached."""
+    model, draw, cache = theirs(moe_model), np.random.default_rng(0), dict[tuple[int, ...], np.ndarray]()
+
+    def compute(ids: list[int]) -> tuple[Tensor, np.ndarray]:
+        """Log-probabilities [T, V] and experts [T, layers, K]."""
+        for end in range(1, len(ids) + 1):
+            cache.setdefault(tuple(ids[:end]), draw.gumbel(size=(LAYERS, EXPERTS)))
+        noise = torch.from_numpy(np.stack([cache[tuple(ids[:end])] for end in range(1, len(ids) + 1)], axis=1))
+        chosen: list[Tensor] = []
+
+        def choose(layer: int, probabilities: Tensor) -> Tensor:
+            chosen.append((probabilities.log() + noise[layer]).topk(K).indices)
+            return chosen[-1]
+
+        with routed(model, choose), torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0]
+        return logits.log_softmax(-1), torch.stack(chosen, 1).numpy().astype(np.uint8)
+
+    def ask(prompt: list[int], extended: Turn | None = None) -> Turn:
+        sampled, first = draw.integers(0, support.VOCABULARY, 6).tolist(), len(extended.ids) - 1 if extended else 0
+        likely, chosen = compute([*prompt, *sampled])
+        values = [float(likely[len(prompt) + place - 1, token]) for place, token in enumerate(sampled)]
+        flat = SimpleNamespace(token_ids=sampled, logprobs=values)
+        output = SimpleNamespace(
+            token_ids=sampled, logprobs=flat, finish_reason="stop", routed_experts=chosen[first:-1]
+        )
+        answer = parse_generate_response(sample_answer(prompt, output, first))["choices"][0]
+        return Turn(
+            prompt, sampled, values, bytes(len(prompt)), experts=experts_of(answer["routed_experts"]), extended=extended
+        )
+
+    one = ask(draw.integers(0, support.VOCABULARY, 9).tolist())
+    two = ask([*one.ids, 5, 6], one)
+    turns = [one, two, ask([*two.ids, 7], two), ask([*one.ids, 8, 9, 10], one), ask([3, 4, 5])]
+    samples = [
+        replace(
+            support.make_sample(draw, f"{number}", len(tokens.input_ids), 1.0),
+            input_ids=list(tokens.input_ids),
+            loss_mask=[bool(on) for on in tokens.loss_mask],
+            logprobs=list(tokens.logprobs),
+            advantages=[0.0] * len(tokens.input_ids),
+            routed_experts=expert_rows(tokens.experts),
+        )
+        for number, tokens in enumerate(samples_of(turns))
+        if tokens.experts is not None
+    ]
+    assert len(samples) == 3
+    write_batch(tmp_path, 0, samples)
+    policy = make_policy(moe_model)
+    routers = set_up(policy.lm.model.layers, "m")
+    rows = open_batch(step_dir(tmp_path, 0)).rows(range(3))
+    batch = collate([document(row, routers=routers) for row in rows], 7, routers=routers)
+    sampler = batch.streams[1]
+    assert sampler.numel() == 5 * 6
+    torch.testing.assert_close(logprobs(policy, batch), sampler, atol=1e-5, rtol=0)
+    assert (logprobs(policy, replace(batch, experts=None)) - sampler).abs().mean() > 1e-2
+
+
+def test_a_run(
+    moe_model: Path, tied_model: Path, tmp_path: Path, run_training: Callable[[TrainerConfig], None]
+) -> None:
+    """Contract: `router_replay` trains otherwise than without, also where only some samples have experts. A model without
+    experts is refused."""
+    batches = support.write_rollouts(tmp_path / "replayed", 1)
+    norms = []
+    for number, sample in enumerate(batches[0]):
+        chosen = random_choice(number, len(sample.input_ids) - 1)
+        rows = chosen.swapaxes(0, 1).reshape(-1, LAYERS * K).astype(np.uint8)
+        batches[0][number] = replace(sample, routed_experts=rows if number else None)
+    for name in ("plain", "again"):
+        write_batch(tmp_path / name / "rollouts", 0, batches[0])
+    for name, replays in (("plain", False), ("again", True)):
+        run_training(support.make_config(tmp_path / name, moe_model, max_steps=1, router_replay=replays))
+        norms.append(support.metrics(tmp_path / name)[0]["mismatch_kl/all/mean"])
+    assert norms[0] != norms[1]
+    with pytest.raises(UserError, match="no experts to choose"):
+        run_training(support.make_config(tmp_path / "replayed", tied_model, max_steps=1, router_replay=True))
