@@ -203,6 +203,21 @@ def test_what_is_computed_again_is_the_same(
         torch.testing.assert_close(parameter.grad.full_tensor(), want[name], atol=1e-6, rtol=1e-5, msg=name)
 
 
+@pytest.mark.usefixtures("quick_compiler")
+def test_what_is_compiled_around_recurrent_modules_is_the_same(
+    saved: Callable[[str], Path], make_policy: Callable[..., Policy]
+) -> None:
+    """Whole layers with attention (here with a product of symbolic width) and others' feed-forward layers."""
+    model_type = "recurrent_gemma"
+    policy = make_policy(saved(model_type), compile=True, activation_checkpointing="pointwise")
+    for lengths in ((5, 33), LENGTHS):
+        groups = [support.random_documents(lengths)]
+        want = support.gradients(make_policy(saved(model_type), activation_checkpointing="none"), groups)
+        for name, gradient in support.gradients(policy, groups).items():
+            scale = max(1.0, want[name].abs().max().item())
+            torch.testing.assert_close(gradient, want[name], atol=4e-5 * scale, rtol=0, msg=name)
+
+
 @pytest.mark.parametrize("model_type", KINDS)
 def test_exported_weights_are_transformers_again(
     model_type: str, saved: Callable[[str], Path], make_policy: Callable[..., Policy], world: World, tmp_path: Path
