@@ -97,10 +97,14 @@ def measure(model_type: str, arguments: list[str]) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         result = directory / "parity" / "parity.json"
         if result.exists():
-            return json.loads(result.read_text())
+            return json.loads(result.read_text().replace(f"{directory}/", ""))
         lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("error: ")]
-        return {"refused": (errors or lines or ["it ended without a word"])[-1].removeprefix("error: ")}
+        return {
+            "refused": (errors or lines or ["it ended without a word"])[-1]
+            .removeprefix("error: ")
+            .replace(f"{directory}/", "")
+        }
 
 
 def table(rows: dict[str, Any]) -> list[str]:
