@@ -38,8 +38,7 @@ from prime_rl.trainer.parallel import World, close_world, init_world
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_copy import WeightCopy
 from prime_rl.trainer.weight_publisher import WeightPublisher, write_version
-from prime_rl.transport.commit import prune
-from prime_rl.transport.weights import version_dir
+from prime_rl.transport.commit import prune, step_dir
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from conftest import InferenceServer, launch_server
@@ -207,7 +206,7 @@ def sync(case: Case, writer: Writer, client: httpx.Client, root: Path, version: 
     """From a step to what is served."""
     time.sleep(AFTER_SECONDS + QUIET_SECONDS)
     stepped = writer.step()
-    directory = version_dir(root / "weights", version)
+    directory = step_dir(root / "weights", version)
     parts = writer.publish(version)
     committed = time.monotonic()
     answer = client.post("/update_weights", json={"weight_dir": str(directory), "version": version})
@@ -216,7 +215,7 @@ def sync(case: Case, writer: Writer, client: httpx.Client, root: Path, version: 
     client.post("/inference/v1/generate", json=CANARY | {"priority": case.priority}).raise_for_status()
     proven = time.monotonic()
     for old in (root / "weights").glob("step_*"):
-        if old not in (directory, version_dir(root / "weights", version - 1), version_dir(root / "weights", 0)):
+        if old not in (directory, step_dir(root / "weights", version - 1), step_dir(root / "weights", 0)):
             prune(old)
     told = answer.json()
     return {

@@ -36,10 +36,10 @@ from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_copy import WeightCopy
 from prime_rl.trainer.weight_publisher import write_version
+from prime_rl.transport.commit import step_dir
 from prime_rl.transport.weights import (
     WeightsManifest,
     verify_weights,
-    version_dir,
     weights_manifest,
     write_base_version,
 )
@@ -87,7 +87,7 @@ def write_versions(model: Path, root: Path, device: str, drift: float) -> dict[s
         done.append(time.perf_counter() - began)
     copies = WeightCopy(policy, world, torch.bfloat16)
     copies.copy().finish()
-    write_version(copies, source, version_dir(root, 1), version=1, incarnation=0, reference=reference)
+    write_version(copies, source, step_dir(root, 1), version=1, incarnation=0, reference=reference)
     close_world()
     return {
         "trainer_host_seconds": statistics.median(handed[1:]),
@@ -97,7 +97,7 @@ def write_versions(model: Path, root: Path, device: str, drift: float) -> dict[s
 
 async def ask(server: InferenceServer, root: Path) -> dict[str, float]:
     """Have the server load both versions, and see how long each check takes and how far off it is."""
-    base, drifted = (weights_manifest(version_dir(root, version)) for version in (0, 1))
+    base, drifted = (weights_manifest(step_dir(root, version)) for version in (0, 1))
     check = LogprobCheck()
     async with (
         InferenceClient(ClientConfig(base_url=server.base_url), logprob_check=check) as checked,

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qw
 
 from conftest import InferenceServer, launch_server, make_tiny_model
 from prime_rl.inference import compat
-from prime_rl.transport.commit import stage
-from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir
+from prime_rl.transport.commit import stage, step_dir
+from prime_rl.transport.weights import hash_directory, manifest_extra
 
 ENGINE = compat.installed_engine()
 if not torch.cuda.is_available() or ENGINE is None or ENGINE.device != "cuda":
@@ -53,7 +53,7 @@ def make_model(directory: Path, seed: int, experts: int = 0) -> Path:
 
 def commit(server: InferenceServer, version: int, model: Path) -> Path:
     """The tensors of `model` as a version that a trainer has committed."""
-    directory, extra = version_dir(server.weights_root, version), dict[str, Any]()
+    directory, extra = step_dir(server.weights_root, version), dict[str, Any]()
     with stage(directory, step=version, producer="trainer", extra=extra) as tmp:
         shutil.copy(model / "config.json", tmp)
         save_file(load_file(model / "model.safetensors"), tmp / "model.safetensors", {"format": "pt"})

@@ -23,12 +23,11 @@ import xxhash
 from aiohttp import web
 
 from prime_rl import faults, processes
-from prime_rl.transport.commit import CommitError
+from prime_rl.transport.commit import CommitError, step_dir
 from prime_rl.transport.weights import (
     WeightsManifest,
     hash_directory,
     verify_weights,
-    version_dir,
     version_hash,
     weights_manifest,
 )
@@ -313,7 +312,7 @@ class PolicyEngine(FakeEngine):
         """The log-probabilities of the trainer's reference for the version that is served: nothing is computed."""
         faults.point("logprob_check")
         served = int(str(self._served["version"]))
-        reference = None if self.weights is None else weights_manifest(version_dir(self.weights, served)).reference
+        reference = None if self.weights is None else weights_manifest(step_dir(self.weights, served)).reference
         if reference is None or list(reference.tokens) != tokens:
             return _error(400, "a scripted engine scores references alone")
         entries = [

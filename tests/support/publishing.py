@@ -10,14 +10,13 @@ from pathlib import Path
 import torch
 
 from prime_rl.transport import exchange
-from prime_rl.transport.commit import stage
+from prime_rl.transport.commit import stage, step_dir
 from prime_rl.transport.exchange import DTYPES, Publisher, Subscriber, checksums, layout, shared_buffer, tensor_views
 from prime_rl.transport.weights import (
     PublisherAddress,
     TensorEntry,
     WeightsManifest,
     manifest_extra,
-    version_dir,
 )
 
 SIZE = 2 << 20
@@ -58,7 +57,7 @@ class PublishingTrainer:
         entries = {name: TensorEntry("", entry.dtype, entry.shape, "", found[name]) for name, entry in entries.items()}
         extra = manifest_extra(version, self.incarnation, entries, publisher=address)
         self.publisher.offer(version, self.incarnation, extra["hash"], size)
-        final = version_dir(self.root, version)
+        final = step_dir(self.root, version)
         with stage(final, step=version, producer="trainer", extra=extra) as tmp:
             if config is not None:
                 shutil.copyfile(config, tmp / "config.json")

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from conftest import InferenceServer
-from prime_rl.transport.commit import stage
-from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir
+from prime_rl.transport.commit import stage, step_dir
+from prime_rl.transport.weights import hash_directory, manifest_extra
 
 TOLERANCE = 1e-4  # float32 on both sides; another order of summation is all that may differ
 TOKENS = 48
@@ -38,7 +38,7 @@ def perturbed(model: Path, seed: int = 1, by: float = 0.1) -> dict[str, torch.Te
 
 def commit(root: Path, version: int, model: Path, tensors: dict[str, torch.Tensor]) -> Path:
     """Commit `tensors` as a trainer does."""
-    directory = version_dir(root, version)
+    directory = step_dir(root, version)
     extra: dict[str, Any] = {}
     with stage(directory, step=version, producer="trainer", extra=extra) as tmp:
         (tmp / "config.json").write_bytes((model / "config.json").read_bytes())

@@ -31,9 +31,9 @@ from prime_rl.trainer.parallel import World, close_world, init_world, on_main
 from prime_rl.trainer.parameters import stored_tensors
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_publisher import WeightPublisher
-from prime_rl.transport.commit import list_steps
+from prime_rl.transport.commit import list_steps, step_dir
 from prime_rl.transport.incarnations import read_versions
-from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
+from prime_rl.transport.weights import verify_weights, weights_manifest
 from support.forking import fork_ranks
 from support.publishing import received
 
@@ -206,7 +206,7 @@ def rank(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -
     change(policy)
     right: dict[int, dict[str, torch.Tensor]] = {}
     for version in range(1, 4):
-        right[version], directory = whole(), version_dir(run / "run" / "weights", version)
+        right[version], directory = whole(), step_dir(run / "run" / "weights", version)
         if device == "cuda":
             torch.cuda._sleep(100_000_000)  # cycles: the copy is enqueued some 0.05 s before it happens
         loop_went_on = threading.Event()
@@ -220,7 +220,7 @@ def rank(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -
     publisher.ensure(3, durable=True)
     publisher.settle()
     for version in (2, 3):
-        directory = version_dir(run / "run" / "weights", version)
+        directory = step_dir(run / "run" / "weights", version)
         assert weights_manifest(directory).publisher is None
         on_main(world, lambda: check(directory, right[version]))  # noqa: B023
     assert not list(run.glob("**/.*")), "nothing is left of what was under way"

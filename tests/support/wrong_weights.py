@@ -14,13 +14,12 @@ from prime_rl.fleet.logprob_check import Difference, LogprobCheck, compare
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.reference_scorer import ReferenceScorer
-from prime_rl.transport.commit import stage
+from prime_rl.transport.commit import stage, step_dir
 from prime_rl.transport.weights import (
     LogprobReference,
     WeightsManifest,
     hash_directory,
     manifest_extra,
-    version_dir,
     weights_manifest,
     write_base_version,
 )
@@ -58,7 +57,7 @@ class Run:
     def commit(self, tensors: Tensors, loaded: Tensors | None = None) -> WeightsManifest:
         """The next version. `loaded`: what a faulty loader makes of it."""
         self.version += 1
-        right, final = self.root / f"right_{self.version}", version_dir(self.root, self.version)
+        right, final = self.root / f"right_{self.version}", step_dir(self.root, self.version)
         self.write(tensors, right)
         reference = self.score(right)
         extra: dict[str, object] = {}

@@ -23,10 +23,10 @@ from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
 from prime_rl.fleet.router import NO_VERSION, connect_all
 from prime_rl.monitor import Monitor, Status
 from prime_rl.monitor.status import GONE_SECONDS, TrainerWatch
-from prime_rl.transport.commit import CommitError, list_steps
+from prime_rl.transport.commit import CommitError, list_steps, step_dir
 from prime_rl.transport.protocol import BASE
 from prime_rl.transport.settings import running_processes
-from prime_rl.transport.weights import WeightsManifest, never_written_message, version_dir, weights_manifest
+from prime_rl.transport.weights import WeightsManifest, no_tensors_message, weights_manifest
 from prime_rl.wait import within
 
 LINE_SECONDS = 10.0  # between two lines of progress
@@ -284,14 +284,14 @@ class Evaluation:
 
     def _find(self, root: Path, version: int) -> WeightsManifest | None:
         """Return a committed version that is still to be evaluated, perhaps again. One that cannot be loaded is skipped."""
-        directory, why = version_dir(root, version), ""
+        directory, why = step_dir(root, version), ""
         try:
             manifest = weights_manifest(directory)
         except CommitError as error:
             why = f"{error}" if directory.is_dir() else "it was removed before it was its turn"
         else:
             if manifest.publisher is not None:
-                why = never_written_message(directory)
+                why = no_tensors_message(directory)
             elif self._hashes.get(version) != manifest.hash:
                 return manifest
         if why and version not in self._hashes and version not in self.skipped:

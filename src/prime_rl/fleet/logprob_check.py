@@ -13,9 +13,9 @@ from loguru import logger
 
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import InferenceClient, Served, ServerError
-from prime_rl.transport.commit import list_steps
+from prime_rl.transport.commit import list_steps, step_dir
 from prime_rl.transport.protocol import BASE
-from prime_rl.transport.weights import LogprobReference, WeightsManifest, version_dir, weights_manifest
+from prime_rl.transport.weights import LogprobReference, WeightsManifest, weights_manifest
 
 # Tolerance = FACTOR × the difference on the base weights. In bfloat16 the noise grows with training: in 30 steps of a
 # tiny model on an H200 to 2.8 times the base's on average, 5.1 times at most. A false alarm takes a server out of the run,
@@ -104,7 +104,7 @@ class LogprobCheck:
             return
         root = weights.directory.parent
         # Version 0 of this run, which is never pruned. Random weights have none.
-        base = weights_manifest(version_dir(root, BASE)) if BASE in list_steps(root) else None
+        base = weights_manifest(step_dir(root, BASE)) if BASE in list_steps(root) else None
         if base is None or weights.reference is None or base.reference is None:
             if not self._said:
                 self._said = True

@@ -33,7 +33,7 @@ from prime_rl.processes import follow
 from prime_rl.transport import weights
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.exchange import ExchangeError, Subscriber, checksums, layout, tensor_views
-from prime_rl.transport.weights import WeightsManifest, never_written_message, weights_manifest
+from prime_rl.transport.weights import WeightsManifest, no_tensors_message, weights_manifest
 
 Place = Literal["device", "host", "nowhere"]
 Ranges = Mapping[str, tuple[int, int]]  # by tensor: its start in the buffer and its size, in bytes
@@ -129,7 +129,7 @@ class Staging:
         self.place = self._choose(size)
         if self.place == "nowhere":
             if manifest.publisher is not None:
-                raise UserError(f"{never_written_message(self.directory)}, and there is no memory here to receive them")
+                raise UserError(f"{no_tensors_message(self.directory)}, and there is no memory here to receive them")
             if self._verify:
                 weights.check_tensors(manifest, weights.hash_directory(manifest.files, self._progress))
             return []

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from prime_rl import faults
-from prime_rl.transport.commit import MANIFEST, CommitError, read_manifest
-from prime_rl.transport.weights import INDEX, TensorEntry, WeightsManifest, verify_small_files, weights_manifest
+from prime_rl.transport.commit import MANIFEST, CommitError, read_manifest, verify
+from prime_rl.transport.weights import INDEX, TensorEntry, WeightsManifest, weights_manifest
 
 MESSAGE_CHARACTERS = 8192  # it may quote what a request or a manifest says
 STALL_SECONDS = 45.0  # of a read, without progress; shorter than a weight change waits for another one
@@ -43,9 +43,10 @@ def check_version(root: Path | None, weight_dir: str, version: int) -> WeightsMa
         if manifest.version != version:
             raise Rejected(400, f"{directory} holds version {manifest.version}, not {version}")
         if manifest.base is None:
-            verify_small_files(directory, committed)
+            listed = {name: entry.file for name, entry in manifest.tensors.items()}
+            verify(directory, unhashed=set(listed.values()), manifest=committed)
             # vLLM reads only the files that an index names, and silently keeps the old weights of others.
-            index, listed = directory / INDEX, {name: entry.file for name, entry in manifest.tensors.items()}
+            index = directory / INDEX
             if index.exists() and json.loads(index.read_bytes())["weight_map"] != listed:
                 raise CommitError(f"{index} does not list the tensors of the files beside it")
     except (CommitError, OSError, TypeError, ValueError, KeyError, RecursionError) as error:

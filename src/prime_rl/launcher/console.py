@@ -12,8 +12,7 @@ from prime_rl.monitor import read_status
 from prime_rl.monitor.limits import LimitWatch, Row, limit_of
 from prime_rl.monitor.monitor import metrics_path, read_metrics
 from prime_rl.monitor.status import ProcessStatus, phase_name
-from prime_rl.transport.commit import list_steps
-from prime_rl.transport.weights import version_dir
+from prime_rl.transport.commit import list_steps, step_dir
 
 _PATIENCE_SECONDS = 30.0  # a shorter wait is normal: no line
 _ETA_STEPS = 10  # the remaining time follows the mean of the last steps
@@ -140,8 +139,8 @@ class Console:
             lines += [f"{trainer}; {engines}", str(limit_of(shares))]
         # The base model has no files, nor have versions that went from memory.
         weights = self._output_dir / "weights"
-        filed = [version for version in list_steps(weights) if any(version_dir(weights, version).glob("*.safetensors"))]
-        return lines + [f"weights  {version_dir(weights, version)}" for version in filed[-1:]]
+        filed = [version for version in list_steps(weights) if any(step_dir(weights, version).glob("*.safetensors"))]
+        return lines + [f"weights  {step_dir(weights, version)}" for version in filed[-1:]]
 
 
 def _is_step(row: Row) -> bool:

@@ -16,7 +16,7 @@ from loguru import logger
 from prime_rl.errors import UserError
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, read_manifest, stage
-from prime_rl.transport.protocol import first_missing_batch, joinable
+from prime_rl.transport.protocol import first_missing_batch, valid_versions
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
@@ -126,7 +126,7 @@ class JointCheckpoints:
             with suppress(CommitError):  # superseded since it was listed
                 manifest = read_manifest(checkpoints.part_dir(self.root, step, "trainer"))
                 waiting[step] = checkpoints.saved_by(manifest, max(incarnations, default=0))
-        joined = [step for step in joinable(waiting, incarnations) if self._join(step)]
+        joined = [step for step in valid_versions(waiting, incarnations) if self._join(step)]
         if joined or self._untidy:
             self._untidy = False
             checkpoints.remove_expendable(self.root, *self._keep, self._resumed)

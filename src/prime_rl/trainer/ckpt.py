@@ -38,7 +38,7 @@ from prime_rl.transport.commit import (
 )
 from prime_rl.transport.protocol import current_incarnation
 from prime_rl.transport.settings import suggestions
-from prime_rl.transport.weights import hash_directory, version_dir, version_hash, weights_manifest
+from prime_rl.transport.weights import hash_directory, version_hash, weights_manifest
 from prime_rl.wait import LEAST_POLL_SECONDS, wait
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Checkpoints:
         """
 
         def check() -> None:
-            run = version_dir(self.weights, 0)
+            run = step_dir(self.weights, 0)
             began = weights_manifest(run).hash if run.is_dir() else None
             saved = None if self.resumed is None else read_manifest(self.resumed).extra.get("base")
             if source.directory is None or not (began or saved):
@@ -384,14 +384,11 @@ class Checkpoints:
         nonce = broadcast(world, secrets.token_hex(8))
         stage = agree(world, lambda: Stage(final, nonce))
         extra = {"progress": asdict(progress), "incarnation": self.incarnation, "base": self.base}
-        try:
+        with stage:
             training_state.save(state, stage.path / _STATE, world)
             on_main(world, lambda: self._await_dependencies(progress.step, final, dependencies_committed))
             on_main(world, lambda: incarnations.refuse_if_superseded(self.output_dir, self.incarnation))
-            on_main(world, lambda: stage.commit(step=progress.step, producer=PART, extra=extra).step)
-        except BaseException:
-            stage.abort()
-            raise
+            on_main(world, lambda: stage.commit(step=progress.step, producer=PART, extra=extra))
         on_main(world, lambda: self._tidy(progress.step, final))
         self._writing = time.monotonic() - began
 

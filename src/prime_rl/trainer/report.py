@@ -20,8 +20,8 @@ from prime_rl.monitor import Monitor, Status, log
 from prime_rl.monitor.status import status_path
 from prime_rl.trainer.lm_head import MAXIMA
 from prime_rl.trainer.parallel import Moment, ToHost, World, now, seconds
-from prime_rl.transport.commit import disk_errors, list_steps
-from prime_rl.transport.weights import version_dir, weights_manifest
+from prime_rl.transport.commit import disk_errors, list_steps, step_dir
+from prime_rl.transport.weights import weights_manifest
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainingConfig
@@ -218,7 +218,7 @@ class MetricRows:
         """
         if self.written < step or weights is None or max(list_steps(weights), default=0) <= step:
             return self.written >= step and weights is None
-        return not durable or weights_manifest(version_dir(weights, step + 1)).publisher is None
+        return not durable or weights_manifest(step_dir(weights, step + 1)).publisher is None
 
     def put(self, row: StepMetrics) -> None:
         """A step is under way. Its row is written later, on a CPU at once: there the step is done."""

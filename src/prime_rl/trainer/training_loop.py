@@ -41,7 +41,7 @@ from prime_rl.trainer.router_replay import Routers
 from prime_rl.trainer.source import Source, locate_model
 from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype, published_bytes, uses_memory
 from prime_rl.transport.checkpoints import trainer_is_alone
-from prime_rl.transport.weights import version_dir
+from prime_rl.transport.commit import step_dir
 
 Config = TrainerConfig | SFTConfig
 C = TypeVar("C", TrainerConfig, SFTConfig)
@@ -220,7 +220,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
             versions.settle()
             if step > 0:
                 versions.ensure(step, durable=True)
-                written = f"; weights in {version_dir(config.output_dir / 'weights', step)}"
+                written = f"; weights in {step_dir(config.output_dir / 'weights', step)}"
             checkpoints.finish(progress, stopped=stop())
             versions.finish()
         elif world.is_main:  # it alone keeps the rows

@@ -25,7 +25,7 @@ from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_copy import DTYPE_NAMES, Copy, WeightCopy, on_device
 from prime_rl.transport import incarnations
-from prime_rl.transport.commit import CommitError, Stage, clean_stages, list_steps, prune
+from prime_rl.transport.commit import CommitError, Stage, clean_stages, list_steps, prune, step_dir
 from prime_rl.transport.exchange import Publisher, checksums, own_address
 from prime_rl.transport.protocol import prunable, superseded_versions
 from prime_rl.transport.weights import (
@@ -33,7 +33,6 @@ from prime_rl.transport.weights import (
     file_hashes,
     make_durable,
     manifest_extra,
-    version_dir,
     weights_manifest,
     write_base_version,
 )
@@ -268,7 +267,7 @@ class WeightPublisher:
             on_main(world, lambda: incarnations.refuse_if_superseded(self.output_dir, self.incarnation))
         finally:
             copy_seconds = self._copied.finish()
-        final = version_dir(self.root, version)
+        final = step_dir(self.root, version)
         if self.memory:
             times = on_main(world, lambda: self._offer(final, version, durable, reference))
         else:
@@ -300,7 +299,7 @@ class WeightPublisher:
 
     def _write_files(self, version: int, host: Tensor, sums: dict[str, str]) -> None:
         """Make a version that is published from memory durable, from a copy in host memory."""
-        directory = version_dir(self.root, version)
+        directory = step_dir(self.root, version)
         if checksums(host, self._copies.ranges) != sums:
             raise UserError(f"{directory} was changed on its way to host memory: nothing of it is written")
         try:
@@ -322,7 +321,7 @@ class WeightPublisher:
         level, keep, needed = self.async_level, self.config.keep, self._needed()
         for version in prunable(versions, starts, lease=lease, async_level=level, keep=keep, checkpoints=needed):
             if not self._is_saved(version):
-                prune(version_dir(self.root, version))
+                prune(step_dir(self.root, version))
 
     def _open(self, start: int, reference: LogprobReference | None) -> tuple[int, str | None]:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -332,12 +331,12 @@ class WeightPublisher:
         incarnation = incarnations.open_incarnation(self.output_dir, start)
         versions, opened = incarnations.read_versions(self.root), incarnations.read_incarnations(self.output_dir)
         for version in superseded_versions(versions, opened):
-            prune(version_dir(self.root, version))
+            prune(step_dir(self.root, version))
         return incarnation, base
 
     def _has_files(self, version: int) -> bool:
         """Whether a version has files. One that was in the memory of an earlier incarnation is removed."""
-        directory = version_dir(self.root, version)
+        directory = step_dir(self.root, version)
         if version not in list_steps(self.root):
             return False
         links = any(path.is_symlink() for path in directory.iterdir())  # into a tmpfs, of an earlier release

@@ -30,7 +30,7 @@ from prime_rl.transport.commit import (
     verify,
     write_atomically,
 )
-from prime_rl.transport.protocol import expendable_checkpoints, resume_step, valid
+from prime_rl.transport.protocol import expendable_checkpoints, valid
 
 Part = Literal["trainer", "orchestrator"]
 TRAINER_ONLY: tuple[Part, ...] = ("trainer",)  # sft, fake data, a trainer without an orchestrator
@@ -92,7 +92,9 @@ def choose_step(root: Path, asked: int, part: Part, max_steps: int | None = None
         UserError: there is no such checkpoint, it is damaged or of a newer format, or it lies beyond `max_steps`.
     """
     complete, own = complete_steps(root), steps_with(root, part)
-    step = resume_step(complete if asked == -1 else own, asked)
+    step = asked if asked in own else None
+    if asked == -1:
+        step = max(complete, default=None)
     if step is None:
         held = f"complete checkpoints of steps {complete}" if complete else "no complete checkpoint"
         if parts := sorted(set(own).difference(complete)):
@@ -126,22 +128,17 @@ def check(root: Path, step: int, part: Part) -> None:
 
 def remove_expendable(
     root: Path, keep: int | None, keep_interval: int | None, in_progress: Collection[int] = ()
-) -> list[int]:
+) -> None:
     """Remove complete checkpoints beyond `keep`, and parts without partner older than the newest complete one.
 
     Args:
         in_progress: Steps that are being saved, or resumed from.
-
-    Returns:
-        The steps that were removed.
     """
     complete = complete_steps(root)
     expendable = {*expendable_checkpoints(complete, keep, keep_interval)}
     expendable |= {step for step in _steps(root) if complete and step < complete[-1]}.difference(complete)
-    removed = sorted(expendable.difference(in_progress))
-    for step in removed:
+    for step in sorted(expendable.difference(in_progress)):
         prune(step_dir(root, step))
-    return removed
 
 
 def supersede_after(root: Path, step: int, incarnation: int) -> list[Path]:

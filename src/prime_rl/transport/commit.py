@@ -94,7 +94,7 @@ class Stage:
         producer: str,
         extra: dict[str, Any] | None = None,
         hashes: dict[str, str] | None = None,
-    ) -> Manifest:
+    ) -> None:
         """Make everything durable and rename it to its final name.
 
         Args:
@@ -124,18 +124,13 @@ class Stage:
         with disk_errors(self.final, _NOT_DURABLE):
             faults.point(f"renamed:{subject}")
             sync(self.final.parent)
-        return manifest
-
-    def abort(self) -> None:
-        """Remove what was written. Safe to call twice."""
-        remove(self.path)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is not None:
-            self.abort()
+            remove(self.path)
 
     def _rename(self) -> None:
         try:

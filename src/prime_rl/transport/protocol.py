@@ -48,7 +48,10 @@ def valid(version: int, made_by: int, incarnations: Mapping[int, int]) -> bool:
 
 
 def valid_versions(versions: Mapping[int, int], incarnations: Mapping[int, int]) -> list[int]:
-    """Return the versions that may be served, ascending."""
+    """Return the versions that may be served, or the trainer's parts that may become joint checkpoints, ascending.
+
+    `versions` gives the incarnation that made each version, or saved each part.
+    """
     return sorted(version for version, incarnation in versions.items() if valid(version, incarnation, incarnations))
 
 
@@ -159,18 +162,6 @@ def lease_before_load(held: Lease, incarnation: int, version: int) -> Lease:
 def lease_after_load(incarnation: int, served: int, reading: Collection[int] = ()) -> Lease:
     """Return what is committed once all servers in use serve `served`. Others may still be `reading` older versions."""
     return Lease(incarnation, min([served, *reading]))
-
-
-def joinable(parts: Mapping[int, int], incarnations: Mapping[int, int]) -> list[int]:
-    """Return the trainer parts (step: incarnation that saved it) that may become joint checkpoints, ascending."""
-    return sorted(step for step, incarnation in parts.items() if valid(step, incarnation, incarnations))
-
-
-def resume_step(complete: Collection[int], asked: int) -> int | None:
-    """Return the checkpoint to go on from: the newest complete one for -1, else the one asked for; None if none is."""
-    if asked == -1:
-        return max(complete, default=None)
-    return asked if asked in complete else None
 
 
 def expendable_checkpoints(complete: Collection[int], keep: int | None, keep_interval: int | None) -> list[int]:

@@ -106,11 +106,6 @@ class WeightsManifest:
 _MANIFEST = TypeAdapter(WeightsManifest)
 
 
-def version_dir(root: Path, version: int) -> Path:
-    """Return the directory of a version under the weights root."""
-    return commit.step_dir(root, version)
-
-
 # ---- what a manifest holds
 
 
@@ -181,38 +176,22 @@ def weights_manifest(directory: Path, committed: Manifest | None = None) -> Weig
 
 def verify_weights(directory: Path) -> WeightsManifest:
     """Hash every tensor of a durable version again. Raises CommitError naming the first tensor or file that differs."""
-    manifest = verify_small_files(directory)
-    if manifest.publisher is not None:
-        raise CommitError(never_written_message(directory))
+    committed = read_manifest(directory)
+    manifest = weights_manifest(directory, committed)
+    commit.verify(directory, unhashed={entry.file for entry in manifest.tensors.values()}, manifest=committed)
     check_tensors(manifest, hash_directory(manifest.files))
     return manifest
 
 
-def never_written_message(directory: Path) -> str:
-    """Return the message for a version that was published from memory and has no files."""
-    return (
-        f"{directory} holds no tensors: they went to the servers from the trainer's memory and were never written "
-        "(trainer.weights.transport memory)"
-    )
-
-
 def no_tensors_message(directory: Path) -> str:
-    """Return the message for any directory without safetensors files."""
+    """Return the message for a directory without safetensors files, of a version that was published from memory or not."""
     with suppress(CommitError):
         if weights_manifest(directory).publisher is not None:
-            return never_written_message(directory)
+            return (
+                f"{directory} holds no tensors: they went to the servers from the trainer's memory and were never "
+                "written (trainer.weights.transport memory)"
+            )
     return f"{directory} holds no safetensors files (older formats are to be converted)"
-
-
-def verify_small_files(directory: Path, committed: Manifest | None = None) -> WeightsManifest:
-    """Check the sizes of all files of a committed version, and the hashes of those that hold no tensors.
-
-    Raises CommitError naming the first file that differs or is missing. `committed` is as for `weights_manifest`.
-    """
-    committed = committed or read_manifest(directory)
-    manifest = weights_manifest(directory, committed)
-    commit.verify(directory, unhashed={entry.file for entry in manifest.tensors.values()}, manifest=committed)
-    return manifest
 
 
 def check_tensors(manifest: WeightsManifest, actual: Mapping[str, TensorEntry]) -> None:
@@ -290,7 +269,7 @@ def read_header(file: Path) -> dict[str, TensorRange]:
 
 def write_base_version(root: Path, model: Path, reference: LogprobReference | None = None) -> WeightsManifest:
     """Commit version 0, the base model at `model`, if not committed yet. CommitError if step_0 is another model."""
-    directory = version_dir(root, 0)
+    directory = commit.step_dir(root, 0)
     extra = manifest_extra(0, 0, hash_directory(model), str(model.resolve()), reference)
     if 0 not in commit.list_steps(root):
         with commit.stage(directory, step=0, producer="trainer", extra=extra):

@@ -19,7 +19,8 @@ from prime_rl.evals.run import Evaluation, check_versions
 from prime_rl.fleet.replicas import ReplicaPool
 from prime_rl.monitor import Status, read_metrics
 from prime_rl.monitor.status import read_status
-from prime_rl.transport.weights import version_dir, weights_manifest
+from prime_rl.transport.commit import step_dir
+from prime_rl.transport.weights import weights_manifest
 from support.evaluating import World
 
 TWO = [{"id": "one"}, {"id": "two", "rollouts_per_example": 3, "num_examples": 2, "sampling": {"temperature": 0.5}}]
@@ -39,7 +40,7 @@ def policies(evaluated):
 def commit(world, *versions, incarnation=0):
     for version in versions:
         world.trainer.commit(version, incarnation)
-    return weights_manifest(version_dir(world.weights, versions[-1])) if versions else None
+    return weights_manifest(step_dir(world.weights, versions[-1])) if versions else None
 
 
 def report(world):

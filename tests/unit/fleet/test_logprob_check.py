@@ -10,13 +10,12 @@ import pytest
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import Served, ServerError
 from prime_rl.fleet.logprob_check import FACTOR, LEAST_MEAN, Difference, LogprobCheck, LogprobCheckFailed
-from prime_rl.transport.commit import CommitError, stage
+from prime_rl.transport.commit import CommitError, stage, step_dir
 from prime_rl.transport.weights import (
     LogprobReference,
     WeightsManifest,
     manifest_extra,
     reference_tokens,
-    version_dir,
     weights_manifest,
 )
 
@@ -80,7 +79,7 @@ class Scored:
 
 
 def commit(root: Path, version: int, reference: LogprobReference | None = REFERENCE) -> WeightsManifest:
-    place = version_dir(root, version)
+    place = step_dir(root, version)
     with stage(place, step=version, producer="trainer", extra=manifest_extra(version, 0, {}, reference=reference)):
         pass
     manifest = weights_manifest(place)

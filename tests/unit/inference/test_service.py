@@ -13,13 +13,12 @@ import pytest
 
 from prime_rl.inference.service import WeightService
 from prime_rl.inference.version_files import Rejected, check_fit, check_version, resolve
-from prime_rl.transport.commit import stage
+from prime_rl.transport.commit import stage, step_dir
 from prime_rl.transport.weights import (
     PublisherAddress,
     TensorEntry,
     hash_directory,
     manifest_extra,
-    version_dir,
     write_base_version,
 )
 
@@ -85,10 +84,10 @@ def write_tensor(directory: Path, value: int) -> None:
 
 def commit(root: Path, version: int, value: int | None = None) -> Path:
     extra: dict[str, Any] = {}
-    with stage(version_dir(root, version), step=version, producer="trainer", extra=extra) as tmp:
+    with stage(step_dir(root, version), step=version, producer="trainer", extra=extra) as tmp:
         write_tensor(tmp, version if value is None else value)
         extra |= manifest_extra(version, 0, hash_directory(tmp))
-    return version_dir(root, version)
+    return step_dir(root, version)
 
 
 @pytest.fixture
@@ -175,7 +174,7 @@ async def test_an_update_that_fails_leaves_what_was_served(
     """Contract: it is refused with a reason, nothing stays paused, the workers' memory is given back, and the version does not change."""
     monkeypatch.setattr("prime_rl.inference.service.LOAD_SECONDS", 0.2 if len(staging) == 1000 else 60.0)
     before, (engine.fail, engine.staging) = await service.served(), ({fail}, staging)
-    directory = version_dir(root, 1)
+    directory = step_dir(root, 1)
     if fail == "publisher":
         publisher = PublisherAddress("10.0.0.1", 4242, "token", 1.0)
         extra = manifest_extra(1, 0, {"a": TensorEntry("", "U8", [4], "", f"{1:016x}")}, publisher=publisher)

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from prime_rl.inference import staging
 from prime_rl.inference.staging import Staging, WeightsExtension
 from prime_rl.transport import weights
-from prime_rl.transport.commit import CommitError, prune, stage
+from prime_rl.transport.commit import CommitError, prune, stage, step_dir
 from prime_rl.transport.exchange import ExchangeError, Subscriber, layout
-from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
+from prime_rl.transport.weights import hash_directory, manifest_extra, weights_manifest
 
 CPU = torch.device("cpu")
 SECONDS = 60.0
@@ -31,11 +31,11 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def commit(root: Path, version: int = 1, shift: int = 0) -> Path:
     extra: dict[str, Any] = {}
-    with stage(version_dir(root, version), step=version, producer="trainer", extra=extra) as tmp:
+    with stage(step_dir(root, version), step=version, producer="trainer", extra=extra) as tmp:
         for file, tensors in FILES.items():
             save_file({name: tensor + shift for name, tensor in tensors.items()}, tmp / file)
         extra |= manifest_extra(version, 0, hash_directory(tmp))
-    return version_dir(root, version)
+    return step_dir(root, version)
 
 
 def begin(directory: Path, **options: Any) -> Staging:

@@ -58,7 +58,7 @@ class Dir(NamedTuple):
     @property
     def joint_steps(self) -> list[int]:
         """Checkpoints that can be resumed."""
-        return [step for step in protocol.joinable(dict(self.parts), self.history) if step in self.joint]
+        return [step for step in protocol.valid_versions(dict(self.parts), self.history) if step in self.joint]
 
     @property
     def newest_state(self) -> int:
@@ -443,7 +443,7 @@ def _batch(d: Dir, o: Orch, b: Bounds) -> Steps:
 
 def _checkpoints(d: Dir, o: Orch, b: Bounds) -> Steps:
     """The orchestrator's part, the joint manifest, and what is expendable: one durable thing a step."""
-    for step in set(protocol.joinable(dict(d.parts), d.history)).difference(d.joint):
+    for step in set(protocol.valid_versions(dict(d.parts), d.history)).difference(d.joint):
         if step not in d.orch:
             orch = tuple(sorted([*d.orch, step]))
             yield f"orchestrator commits checkpoints/step_{step}/orchestrator", d._replace(orch=orch), o
@@ -464,7 +464,7 @@ def expendable(d: Dir, o: Orch, b: Bounds) -> list[int]:
 def _end(d: Dir, o: Orch, b: Bounds) -> Steps:
     """Versions are followed and checkpoints joined until the trainer is done."""
     calm = o.loading == NOTHING and all(r.reading[0] == NOTHING for r in o.replicas)
-    joined = set(protocol.joinable(dict(d.parts), d.history)) <= {*d.joint}
+    joined = set(protocol.valid_versions(dict(d.parts), d.history)) <= {*d.joint}
     if d.done != NOTHING and (d.stop or o.served == b.steps) and joined and calm and not expendable(d, o, b):
         yield "orchestrator gives its lease back and ends", d._replace(lease=None), Orch("gone")
 
@@ -508,9 +508,9 @@ def _kills(o: Orch, t: Trainer, d: Dir, b: Bounds) -> Iterator[tuple[str, Orch, 
     for index, r in enumerate(o.replicas if "E" in b.killed else ()):
         yield f"A SERVER IS KILLED (version {r.version})", put(o, index, Replica()), t, d
     usable = d.joint_steps if "W" in b.killed else []
-    for step in {protocol.resume_step(usable, asked) for asked in (-1, *usable)} - {None}:
+    for step in usable:
         if step not in d.orch or step not in dict(d.parts):
-            raise Violation(f"resume_step chooses checkpoints/step_{step}, of which only one part stands")
+            raise Violation(f"a resume chooses checkpoints/step_{step}, of which only one part stands")
         done = d.done if b.bug == "old-status-believed" else NOTHING
         orch = Orch(resumed=step, waits=True, ledger=o.ledger, replicas=(Replica(),) * b.replicas)
         words = f"EVERYTHING IS KILLED, and the run started again from checkpoints/step_{step}"

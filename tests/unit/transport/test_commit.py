@@ -60,7 +60,8 @@ def test_what_is_committed_is_all_or_nothing(tmp_path, directory, monkeypatch):
     first, second = Stage(tmp_path / "step_1", "abc"), Stage(tmp_path / "step_1", "abc")
     (first.path / "a").write_text("a")
     (second.path / "b").write_text("b")
-    assert sorted(first.commit(step=1, producer="trainer").files) == ["a", "b"]
+    first.commit(step=1, producer="trainer")
+    assert sorted(verify(tmp_path / "step_1").files) == ["a", "b"]
 
 
 def test_a_rename_that_reports_failure_after_success_is_a_success(tmp_path, monkeypatch):

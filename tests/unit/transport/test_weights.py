@@ -11,13 +11,12 @@ from safetensors.torch import save_file
 
 from prime_rl.inference.staging import Staging
 from prime_rl.transport import weights
-from prime_rl.transport.commit import CommitError, stage
+from prime_rl.transport.commit import CommitError, stage, step_dir
 from prime_rl.transport.exchange import Subscriber
 from prime_rl.transport.weights import (
     hash_directory,
     manifest_extra,
     verify_weights,
-    version_dir,
     version_hash,
     weights_manifest,
     write_base_version,
@@ -43,10 +42,10 @@ def make_model(directory: Path, seed: int = 0) -> Path:
 def publish(root: Path, version: int, **changes: object) -> Path:
     model = make_model(root.parent / "model")
     extra = {**manifest_extra(version, 1, hash_directory(model)), **changes}
-    with stage(version_dir(root, version), step=version, producer="trainer", extra=extra) as path:
+    with stage(step_dir(root, version), step=version, producer="trainer", extra=extra) as path:
         for file in model.iterdir():
             (path / file.name).write_bytes(file.read_bytes())
-    return version_dir(root, version)
+    return step_dir(root, version)
 
 
 def test_a_committed_version_verifies(tmp_path: Path) -> None:
@@ -91,8 +90,8 @@ def test_version_zero_names_the_base_without_a_copy(tmp_path: Path) -> None:
     first = write_base_version(root, model)
     assert write_base_version(root, model) == first
     assert first.files == model.resolve()
-    assert [path.name for path in version_dir(root, 0).iterdir()] == ["manifest.json"]
-    assert verify_weights(version_dir(root, 0)) == first
+    assert [path.name for path in step_dir(root, 0).iterdir()] == ["manifest.json"]
+    assert verify_weights(step_dir(root, 0)) == first
     with pytest.raises(CommitError, match="another base model"):
         write_base_version(root, make_model(tmp_path / "other", seed=1))
 
@@ -126,7 +125,7 @@ def test_writers_and_readers_agree(small_chunks: None, tmp_path: Path) -> None:
     """Contract: whoever reads a file back, and a server that stages it hash the same."""
     sizes = {"a": 9 * CHUNK, "b": 10, "c": 20, "none": 0, "d": 9 * CHUNK + 7}
     tensors = {name: torch.randint(0, 256, (size,), dtype=torch.uint8) for name, size in sizes.items()}
-    directory, extra = version_dir(tmp_path, 1), {}
+    directory, extra = step_dir(tmp_path, 1), {}
     with stage(directory, step=1, producer="trainer", extra=extra) as staging:
         save_file(tensors, staging / "model.safetensors")
         extra |= manifest_extra(1, 0, hash_directory(staging))
