@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,7 +32,7 @@ from prime_rl.trainer.rl import train as rl
 from prime_rl.trainer.sft import train as sft
 from prime_rl.trainer.source import Source, attention_heads, find_model
 from prime_rl.trainer.training_loop import forward_backward, optimizer_step
-from prime_rl.trainer.weight_publisher import WeightPublisher
+from prime_rl.trainer.weight_publisher import WeightPublisher, published_bytes
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 512,
@@ -217,7 +218,11 @@ class Bench:
         torch.manual_seed(config.seed)
         source = model_source(case.model, case.layers)
         self.shape = source.config
-        self.policy = build_policy(source, config.model, world, config.seed, tokens=case.tokens, optim=config.optim)
+        # As in a run whose versions are served.
+        published = partial(published_bytes, config, source, world) if isinstance(config, TrainerConfig) else None
+        self.policy = build_policy(
+            source, config.model, world, config.seed, tokens=case.tokens, optim=config.optim, published=published
+        )
         self.optimizer = build_optimizer(self.policy, config.optim)
         self.costs = perf.step_costs(self.policy.lm, self.shape)
         self.recipe = rl.make_recipe(config) if isinstance(config, TrainerConfig) else sft.make_recipe(config)
