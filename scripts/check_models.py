@@ -182,12 +182,14 @@ def check(name: str) -> Row:
     }
     if any(result["verdict"] == RIGHT for result in results.values()):
         results |= {variant: check_one(name, settings, world) for variant, settings in variants(config)}
-        # One that transformers does not know is none.
-        results = {variant: result for variant, result in results.items() if result["verdict"] != NOT_BUILT}
+    # What transformers does not know is no variant.
+    results = {variant: result for variant, result in results.items() if result["verdict"] != NOT_BUILT} or results
     close_world()
     order = (RIGHT, NOT_BUILT, REFUSED, WRONG)
-    plain = [result for variant, result in results.items() if variant in ("", "tied", "untied")]
-    worst = max(plain, key=lambda result: order.index(result["verdict"]))
+    worst = max(
+        (results[key] for key in ("", "tied", "untied") if key in results),
+        key=lambda result: order.index(result["verdict"]),
+    )
     for variant, result in results.items():
         if result["verdict"] == WRONG and worst["verdict"] != WRONG:
             worst = {**result, "reason": f"{variant}: {result['reason']}"}

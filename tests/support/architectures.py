@@ -79,7 +79,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1]},
     "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default"}},
+        "rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [3, 3, 2]}},
         "logit_scale": 0.25,
     },
     "cwm": {"layer_types": ["sliding_attention", "full_attention"]},
@@ -89,6 +89,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "doge": {"num_experts": 16, "is_moe": False},
     "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_layer_end_index": 1, "moe_layer_interval": 1},
     "falcon_h1": {"mlp_multipliers": [1.25, 0.75], "ssm_multipliers": [1.25, 0.75, 1.5, 0.8, 1.1]},
@@ -128,7 +129,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
-    "reformer": {"is_decoder": True},
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 48], "axial_pos_shape": [8, 16], "num_buckets": 4},
     "xglm": {"attention_heads": 4},
     "xlm": {"emb_dim": 64},
     "zamba": {
@@ -195,7 +196,7 @@ _ROPE: dict[str, dict[str, Any]] = {
     "dynamic": {"factor": 2.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.8, "mscale_all_dim": 0.6},
     "llama3": {"factor": 4.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "longrope": {"original_max_position_embeddings": 16},
+    "longrope": {"original_max_position_embeddings": 100},
 }
 
 
@@ -217,9 +218,26 @@ def variants(config: PreTrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
         factors = {"short_factor": [1.1] * half, "long_factor": [1.0 + index for index in range(half)]}
         for kind in _ROPE if config.model_type == "llama" else ("dynamic", "yarn", "longrope"):
-            parameters = {**rope, "rope_type": kind, **_ROPE[kind], **(factors if kind == "longrope" else {})}
-            longest = 32 if kind == "dynamic" else config.max_position_embeddings
-            yield f"{kind} rope", {"rope_parameters": parameters, "max_position_embeddings": longest}
+            yield (
+                f"{kind} rope",
+                {
+                    "rope_parameters": {
+                        **rope,
+                        "rope_type": kind,
+                        **_ROPE[kind],
+                        **(factors if kind == "longrope" else {}),
+                    }
+                },
+            )
+        if (
+            config.model_type == "llama"
+        ):  # beyond the length from which on the longest document sets the frequencies of all
+            long = {**rope, "rope_type": "longrope", **factors, "original_max_position_embeddings": 16}
+            yield "longrope beyond 16 tokens", {"rope_parameters": long}
+            yield (
+                "dynamic rope beyond 32 tokens",
+                {"rope_parameters": {**rope, "rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 32},
+            )
         yield "partial rope", {"rope_parameters": {**rope, "partial_rotary_factor": 0.5}}
     if vars(config).get("head_dim") and "head_dim" in names:
         yield "wide heads", {"head_dim": 24}
@@ -346,15 +364,14 @@ def trainer_outcomes(
 def gradient_error(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
     """The largest relative error and the parameter that has it. Gradients that are next to nothing beside those of other
     parameters (of a bias that softmax takes away again) are not held to their own size."""
-    missing = sorted(set(theirs) ^ set(ours))
-    if missing:
-        return math.inf, missing[0]
+    zero = torch.zeros(())  # of a parameter that one of them does not differentiate: a bias that only chooses experts
     floor = 1e-3 * max(gradient.abs().max().item() for gradient in theirs.values() if gradient.numel())
-    errors = {
-        name: (ours[name] - gradient).abs().max().item() / max(gradient.abs().max().item(), floor)
-        for name, gradient in theirs.items()
-        if gradient.numel()
-    }
+    errors = {}
+    for name in {**theirs, **ours}:
+        gradient = theirs.get(name, zero)
+        difference = ours.get(name, zero) - gradient
+        if difference.numel():
+            errors[name] = difference.abs().max().item() / max(gradient.abs().max().item(), floor)
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     return errors[worst], worst
 
