@@ -41,6 +41,7 @@ from support.architectures import (  # noqa: E402
     CannotBeBuilt,
     compare,
     one_line,
+    is_computable,
     reason_of,
     ties_embeddings,
     tiny_config,
@@ -213,6 +214,8 @@ def check_one(name: str, settings: dict[str, Any], world: World) -> Row:
         except CannotBeBuilt as error:
             return {"verdict": NOT_BUILT, "reason": str(error)}
         except UserError as error:
+            if not settings.keys() <= {"tie_word_embeddings"} and not is_computable(Path(directory)):
+                return {"verdict": NOT_BUILT, "reason": "transformers does not compute it, either"}
             return {"verdict": REFUSED, "reason": reason_of(error, Path(directory))}
         except Exception as error:  # noqa: BLE001 code of any model
             return {"verdict": WRONG, "reason": one_line(error).replace(directory, "X")}
@@ -258,11 +261,18 @@ def table(held: dict[str, Any]) -> str:
     for row in others:
         if row["verdict"] in (RIGHT, WRONG):
             lines.append(f"| `{row['type']}` | {trained(row)} | {row['served']} | {numbers(row)} |")
-    lines += ["", "## Refused, or no models", ""]
-    lines += ["| type | why | served |", "|---|---|---|"]
-    for row in others:
-        if row["verdict"] not in (RIGHT, WRONG):
-            lines.append(f"| `{row['type']}` | {row['verdict']}: {plain(row['reason'])} | {row['served']} |")
+    reasons: dict[str, list[Row]] = {}
+    for row in rows.values():
+        if row["verdict"] in (REFUSED, NOT_BUILT):
+            reasons.setdefault(f"{row['verdict']}: {plain(row['reason'])}", []).append(row)
+    lines += ["", "## Refused, and types of which there is no model", ""]
+    lines += ["| why | types that vLLM serves | others |", "|---|---|---|"]
+    for reason, group in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0])):
+        served, unserved = (
+            ", ".join(f"`{row['type']}`" for row in group if row["served"].startswith("yes") == wanted)
+            for wanted in (True, False)
+        )
+        lines.append(f"| {reason} | {served} | {unserved} |")
     return "\n".join(lines)
 
 
@@ -281,9 +291,9 @@ def numbers(row: Row) -> str:
 
 
 def plain(text: str) -> str:
-    """Fit for a cell: without the beginning that all refusals have, without bars."""
-    text = re.sub(r"^model X (\(\w+\) )?(cannot be trained: )?", "", text)
-    return text.replace("|", "\\|").replace("\n", " ")
+    """Fit for a cell: without the beginning that all refusals have, without bars, in 200 characters."""
+    text = re.sub(r"^model X( \(\w+\))?:? (cannot be trained: )?", "", text).replace("|", "\\|").replace("\n", " ")
+    return text if len(text) <= 200 else text[:199] + "…"
 
 
 def write_page(page: Path, held: dict[str, Any]) -> None:

@@ -361,6 +361,15 @@ def trainer_outcomes(
     return packed, alone, tuple(sorted(stored - written))
 
 
+def is_computable(directory: Path) -> bool:
+    """Whether transformers computes a model that it could make."""
+    try:
+        transformers_outcome(directory, random_documents(LENGTHS[:1]))
+    except Exception:  # noqa: BLE001 code of any model
+        return False
+    return True
+
+
 def gradient_error(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
     """The largest relative error and the parameter that has it. Gradients that are next to nothing beside those of other
     parameters (of a bias that softmax takes away again) are not held to their own size."""
