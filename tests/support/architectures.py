@@ -20,6 +20,7 @@ from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.packing import Document, collate
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import named_parameters, stored_tensors
+from prime_rl.trainer.policy_check import check_policy
 from prime_rl.trainer.source import find_model
 from support.trainer import random_documents
 
@@ -335,16 +336,18 @@ def trainer_outcomes(
 ) -> tuple[Outcome, Outcome, tuple[str, ...]]:
     """Of the trainer as users start it, packed and one document at a time, and the files' tensors that its exports would not have."""
     tokens = sum(len(document.input_ids) for document in documents)
-    policy = build_policy(find_model(str(directory)), TrainerModel(), world, tokens=tokens)
+    policy = build_policy(find_model(str(directory)), TrainerModel(head_chunk=7), world, tokens=tokens)
+    check_policy(policy, str(directory), world, torch.float32)
 
-    def run(groups: Sequence[Sequence[Document]]) -> Outcome:
+    def run(groups: Sequence[Sequence[Document]], *, in_one_pass: bool) -> Outcome:
         policy.zero_grad()
         logprobs = []
         for group in groups:
             batch = collate(group, 1)
             with torch.no_grad():
                 logprobs.append(policy(batch)[0])
-            policy(batch, cross_entropy)[0].backward()
+            loss, _ = policy(batch, cross_entropy) if in_one_pass else cross_entropy(*policy(batch), batch.streams)
+            loss.backward()
         grads = {
             name: torch.zeros(p.shape) if p.grad is None else p.grad.full_tensor().clone()  # type: ignore[attr-defined]
             for name, p in named_parameters(policy)
@@ -352,7 +355,8 @@ def trainer_outcomes(
         }
         return Outcome(torch.cat(logprobs), grads)
 
-    packed, alone = run([documents]), run([[document] for document in documents])
+    packed = run([documents], in_one_pass=True)
+    alone = run([[document] for document in documents], in_one_pass=False)
     written = {tensor.name for tensor in stored_tensors(policy)}
     stored: set[str] = set()
     for path in directory.glob("*.safetensors"):
