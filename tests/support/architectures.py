@@ -117,6 +117,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "longcat_flash": {"zero_expert_num": 2},
     "llama4_text": {"moe_layers": [1], "num_experts_per_tok": 1, "floor_scale": 8, "attn_scale": 0.5},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "qwen4_exp_text": {
         "ple_embed_dim": 64,
         "hc_lowrank": 8,
@@ -240,6 +246,10 @@ def variants(config: PreTrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
                 {"rope_parameters": {**rope, "rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 32},
             )
         yield "partial rope", {"rope_parameters": {**rope, "partial_rotary_factor": 0.5}}
+    layers = list(vars(config).get("layer_types") or ())
+    if "sliding_window" in names and layers and not any("sliding" in kind for kind in layers):
+        switch = {"use_sliding_window": True} if "use_sliding_window" in names else {}
+        yield "sliding window", {"layer_types": ["sliding_attention", *layers[1:]], "sliding_window": 8, **switch}
     if vars(config).get("head_dim") and "head_dim" in names:
         yield "wide heads", {"head_dim": 24}
 
