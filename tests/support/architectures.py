@@ -20,6 +20,7 @@ from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.packing import Document, collate
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import named_parameters, stored_tensors
+from prime_rl.trainer.perf import step_costs
 from prime_rl.trainer.policy_check import check_policy
 from prime_rl.trainer.source import find_model
 from support.trainer import random_documents
@@ -64,6 +65,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "Falcon-H1": ("falcon_h1",), "LFM2": ("lfm2",), "Nemotron-H": ("nemotron_h",), "Qwen3-MoE": ("qwen3_moe",),
     "Qwen3-Next": ("qwen3_next",), "Qwen3.5": ("qwen3_5_text",), "Qwen3.5-MoE": ("qwen3_5_moe_text",), "GLM-4.5": ("glm4_moe",),
     "DeepSeek-V3": ("deepseek_v3",), "Mixtral": ("mixtral",), "OLMoE": ("olmoe",), "Granite-MoE": ("granitemoe",),
+    "Phi-1, Phi-2": ("phi",), "Gemma 4 (text)": ("gemma4_text",), "AFMoE": ("afmoe",), "Apertus": ("apertus",),
 }  # fmt: skip
 """Families whose contract `tests/unit/trainer/test_architectures.py` guards, and their types."""
 
@@ -346,8 +348,10 @@ def trainer_outcomes(
 ) -> tuple[Outcome, Outcome, tuple[str, ...]]:
     """Of the trainer as users start it, packed and one document at a time, and the files' tensors that its exports would not have."""
     tokens = sum(len(document.input_ids) for document in documents)
-    policy = build_policy(find_model(str(directory)), TrainerModel(head_chunk=7), world, tokens=tokens)
+    source = find_model(str(directory))
+    policy = build_policy(source, TrainerModel(head_chunk=7), world, tokens=tokens)
     check_policy(policy, str(directory), world, torch.float32)
+    step_costs(policy.lm, source.config)  # as a run does
 
     def run(groups: Sequence[Sequence[Document]], *, in_one_pass: bool) -> Outcome:
         policy.zero_grad()

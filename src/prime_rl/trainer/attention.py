@@ -174,7 +174,7 @@ def sdpa(
         lengths = cu_seqlens.diff().tolist()
         documents = zip(q.split(lengths, 2), k.split(lengths, 2), v.split(lengths, 2), strict=True)
         out = torch.cat([_one_document(*document, scale, window) for document in documents], dim=2)
-    return out[0].transpose(0, 1)
+    return out[0].transpose(0, 1).contiguous()  # as from transformers' functions: some models take a view of it
 
 
 def _one_document(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

@@ -47,30 +47,6 @@ def test_packed_equals_unpacked_equals_transformers(each_model: Path, make_polic
         torch.testing.assert_close(gradient, apart[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("model_type", support.CHANGED_LOGITS)
-def test_a_model_that_changes_its_logits(
-    model_type: str, tied: bool, make_policy: Callable[..., Policy], tmp_path: Path
-) -> None:
-    """Contract: a scale, a soft-cap and a bias of the head are those of the model's own forward: log-probabilities and
-    gradients of packed documents, in one pass and in two, are transformers'."""
-    directory = support.make_model_of(tmp_path, model_type, tied=tied)
-    policy = make_policy(directory, head_chunk=7)
-    documents = support.random_documents(LENGTHS)
-    batch = to_device(collate(documents, 1), CPU)
-    lm = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    logprobs = support.own_logprobs(lm, documents)
-    torch.testing.assert_close(policy(batch)[0], logprobs, atol=1e-5, rtol=1e-5)
-    cross_entropy(logprobs, torch.zeros_like(logprobs), batch.streams)[0].backward()
-    for in_one_pass in (True, False):
-        policy.zero_grad()
-        loss, _ = policy(batch, cross_entropy) if in_one_pass else cross_entropy(*policy(batch), batch.streams)
-        loss.backward()
-        own = {name: parameter.grad for name, parameter in lm.named_parameters()}
-        for name, parameter in named_parameters(policy):
-            torch.testing.assert_close(parameter.grad.full_tensor(), own[name], atol=1e-5, rtol=1e-4, msg=name)
-
-
 def change_logits(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
     """Let Qwen3's forward change its logits."""
     plain = Qwen3ForCausalLM.forward
