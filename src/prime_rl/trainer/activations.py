@@ -28,8 +28,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig
 
-from prime_rl.trainer.source import feed_forward_width
-
 if TYPE_CHECKING:
     from prime_rl.config.trainer import Recompute
 
@@ -253,8 +251,8 @@ def wide_products(config: PretrainedConfig) -> set[int]:
 
     Gate and up may be one product or two.
     """
-    experts_width = getattr(config.get_text_config(), "moe_intermediate_size", None) or 0
-    widths = {feed_forward_width(config), experts_width} - {0}
+    text = config.get_text_config()
+    widths = {getattr(text, key, None) or 0 for key in ("intermediate_size", "moe_intermediate_size")} - {0}
     return {width for one in widths for width in (one, 2 * one)}
 
 

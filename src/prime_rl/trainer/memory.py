@@ -23,7 +23,7 @@ from prime_rl.host_memory import available_bytes, local_ranks
 from prime_rl.trainer import moe, recurrent
 from prime_rl.trainer.activations import LAG, LEVELS
 from prime_rl.trainer.parallel import World, gather
-from prime_rl.trainer.source import attention_heads, feed_forward_width, one_line
+from prime_rl.trainer.source import attention_heads, one_line
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import OptimConfig, Recompute, TrainerModel
@@ -77,7 +77,7 @@ class Shape:
         heads, key_value_heads, head_size = attention_heads(lm.config)
         total = sum(parameter.numel() for parameter in lm.parameters())
         in_layers = sum(parameter.numel() for parameter in lm.model.layers.parameters())
-        experts, chosen, feed_forward = 0, 1, feed_forward_width(lm.config)
+        experts, chosen, feed_forward = 0, 1, getattr(text, "intermediate_size", 0)
         for block, router, routed in moe.sparse_blocks(lm)[-1:]:
             experts, chosen = routed.num_experts, text.num_experts_per_tok
             every, own, apart = (sum(p.numel() for p in part.parameters()) for part in (block, routed, router))

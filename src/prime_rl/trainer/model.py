@@ -355,15 +355,13 @@ def _shard(policy: Policy, others: list[nn.Module], dtype: torch.dtype, world: W
 
 
 def _check_architecture(lm: PreTrainedModel, name: str) -> None:
-    parts = dict(lm.named_children())
+    parts, reason = dict(lm.named_children()), None
     inner = dict(parts["model"].named_children()) if "model" in parts else {}
-    head = parts.get("lm_head")
-    if not isinstance(inner.get("layers"), nn.ModuleList) or not isinstance(head, nn.Linear):
-        raise UserError(
-            f"model {name} ({type(lm).__name__}) has not the form `.model.layers` + `.lm_head` that the trainer needs"
-        )
-    layers = [set(layer.parameters()) for layer in lm.model.layers]
-    if len(set().union(*layers)) < sum(map(len, layers)):
-        raise UserError(
-            f"model {name} ({type(lm).__name__}) shares weights between its layers, which are sharded one by one"
-        )
+    if not isinstance(inner.get("layers"), nn.ModuleList) or not isinstance(parts.get("lm_head"), nn.Linear):
+        reason = "has not the form `.model.layers` + `.lm_head` that the trainer needs"
+    elif isinstance(getattr(lm.config.get_text_config(), "intermediate_size", 0), list):
+        reason = "has a width of its own in every layer, by which the trainer cannot plan"
+    elif len([*lm.model.layers.parameters()]) < sum(len([*layer.parameters()]) for layer in lm.model.layers):
+        reason = "shares weights between its layers, which are sharded one by one"
+    if reason is not None:
+        raise UserError(f"model {name} ({type(lm).__name__}) {reason}")

@@ -120,20 +120,10 @@ def initialize_buffers(lm: PreTrainedModel, name: str) -> None:
         parameter._is_hf_initialized = True  # else transformers would draw values for it
     for module in lm.modules():  # the backbone writes buffers of its layers in some families
         if module is lm.model or next(module.buffers(recurse=False), None) is not None:
-            try:
-                lm._init_weights(module)
-            except AttributeError as error:  # Gemma3n's wants a model without a head
-                kind = type(module).__name__
-                raise UserError(
-                    f"model {name} cannot be trained: transformers fails to set the buffers of its {kind}: {one_line(error)}"
-                ) from error
+            lm._init_weights(module)
     for key, buffer in lm.named_buffers():
-        if buffer in fixed and not buffer.ndim:  # Apertus has some
-            raise UserError(
-                f"model {name} cannot be trained: its buffer {key} is a single number, with no rows to load"
-            )
-        if buffer not in fixed and buffer.is_floating_point() and buffer.isnan().any():
-            raise UserError(f"model {name}: the value of its buffer {key} is not known to transformers")
+        if (buffer not in fixed or not buffer.ndim) and buffer.is_floating_point() and buffer.isnan().any():
+            raise UserError(f"model {name}: the value of its buffer {key} is neither loaded nor known to transformers")
 
 
 @torch.no_grad()

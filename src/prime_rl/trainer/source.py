@@ -121,21 +121,11 @@ def _download(name: str) -> Path:
 
 
 def attention_heads(config: PretrainedConfig) -> tuple[int, int, int]:
-    """Query heads, key/value heads, and the size of one; the largest of each where layers differ."""
-    text = config.get_text_config()
-    sizes = []
-    for layer in text.per_layer_config if text.is_heterogeneous else [text]:
-        heads = layer.num_attention_heads
-        key_value = getattr(layer, "num_key_value_heads", None) or heads
-        sizes.append((heads, key_value, getattr(layer, "head_dim", None) or text.hidden_size // heads))
-    heads, key_value, size = map(max, zip(*sizes, strict=True))
-    return heads, key_value, size
-
-
-def feed_forward_width(config: PretrainedConfig) -> int:
-    """Inner width of a dense feed-forward layer, of the widest where layers differ; 0 where all have experts."""
-    widths = getattr(config.get_text_config(), "intermediate_size", 0)
-    return max(widths) if isinstance(widths, list) else widths
+    """Query heads, key/value heads, and the size of one; of the last layer where layers differ, as in Gemma 4."""
+    text = config.get_text_config().per_layer_config[-1]
+    heads = text.num_attention_heads
+    key_value = getattr(text, "num_key_value_heads", None) or heads
+    return heads, key_value, getattr(text, "head_dim", None) or text.hidden_size // heads
 
 
 def without_dropout(source: Source, world: World) -> PretrainedConfig:
