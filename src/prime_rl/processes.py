@@ -26,7 +26,6 @@ ENV = "PRIMERL_LAUNCHER"  # "pid:start time" of the process to watch
 _MARK = "PRIMERL_TREE_"
 _LOOK_SECONDS = 0.5
 _KILL_ROUNDS = 3  # a process may be born between the look and the kill
-_OOM_SCORE = 500  # of 1000
 _PROC = Path("/proc")
 
 
@@ -153,12 +152,6 @@ def backoff_seconds(failures: int, first: float, longest: float) -> float:
     return min(longest, first * 2.0 ** (failures - 1)) if failures else 0.0
 
 
-def offer_to_the_kernel() -> None:
-    """When memory runs out, let the kernel end this process and its children before others."""
-    with suppress(OSError):
-        (_PROC / "self" / "oom_score_adj").write_text(str(_OOM_SCORE))
-
-
 # -- no orphans --------------------------------------------------------------------------------------------------------
 
 
@@ -193,14 +186,9 @@ class Child:
         self.pid = self._popen.pid
 
     @property
-    def running(self) -> bool:
-        """Whether it has not been reaped."""
-        return self._popen.returncode is None
-
-    @property
     def status(self) -> int | None:
         """Its exit status, negative for a signal; None while it runs. It stays a zombie, with its pid, until `reap`."""
-        if not self.running:
+        if self._popen.returncode is not None:
             return self._popen.returncode
         result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if result is None:
@@ -209,12 +197,12 @@ class Child:
 
     def signal(self, number: signal.Signals, group: bool = False) -> None:
         """Signal it, or the whole of its process group, unless it has ended."""
-        if self.running:  # perhaps as a zombie, which ignores it
+        if self._popen.returncode is None:  # perhaps as a zombie, which ignores it
             (os.killpg if group else os.kill)(self.pid, number)
 
     def reap(self) -> None:
         """SIGKILL it and all that it has started, and wait until they are gone."""
-        if not self.running:
+        if self._popen.returncode is not None:
             return
         kill_family(self.pid, self._mark)
         try:

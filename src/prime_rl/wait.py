@@ -22,7 +22,6 @@ class WaitTimeout(UserError):
 
     def __init__(self, subject: str, owner: str, seconds: float) -> None:
         super().__init__(f"no {subject} from {owner} after {seconds:.0f} s")
-        self.subject, self.owner, self.seconds = subject, owner, seconds
 
 
 def wait(until: Callable[[], T | None], *, subject: str, owner: str, seconds: float, poll: float = 0.1) -> T:
@@ -47,20 +46,13 @@ def wait(until: Callable[[], T | None], *, subject: str, owner: str, seconds: fl
 
 
 async def wait_async(
-    until: Callable[[], T | None],
-    *,
-    subject: str,
-    owner: str,
-    seconds: float,
-    poll: float = 0.1,
-    on_wait: Callable[[float], None] = lambda _: None,
+    until: Callable[[], T | None], *, subject: str, owner: str, seconds: float, poll: float = 0.1
 ) -> T:
-    """`wait` in an event loop. `on_wait` is called before each pause with the seconds waited so far."""
-    start = time.monotonic()
+    """`wait` in an event loop."""
+    deadline = time.monotonic() + seconds
     while not (value := until()):
-        if (waited := time.monotonic() - start) >= seconds:
+        if time.monotonic() >= deadline:
             raise WaitTimeout(subject, owner, seconds)
-        on_wait(waited)
         await asyncio.sleep(max(poll, LEAST_POLL_SECONDS))
     return value
 

@@ -14,7 +14,6 @@ from prime_rl.errors import UserError
 from prime_rl.evals import run, runner
 from prime_rl.evals.results import EvalResults
 from prime_rl.fleet.client import Served
-from prime_rl.fleet.replicas import ReplicaPool
 from prime_rl.transport.weights import WeightsManifest
 from support.scripted import ScriptedEngine, ScriptedTrainer
 
@@ -89,7 +88,7 @@ class World:
         self.weights = directory / "run" / "weights"
         self._roots = list(roots)
         monkeypatch.setattr(run, "env_pool", lambda *args, **more: self.pool)
-        monkeypatch.setattr(run, "connect", lambda config, stack: ReplicaPool(self.servers.values()))
+        monkeypatch.setattr(run, "connect_all", lambda *args: self.servers.values())
         monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.001)
         monkeypatch.setattr(run, "LOOK_SECONDS", 0.01)
 

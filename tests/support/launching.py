@@ -16,12 +16,13 @@ DRIVER = """
 import json, sys
 from pathlib import Path
 from prime_rl.errors import UserError
-from prime_rl.launcher import rundir
+from prime_rl.launcher import rundir, supervise
 from prime_rl.launcher.console import Console
 from prime_rl.launcher.plan import ProcessSpec, ServerSpec
 from prime_rl.launcher.supervise import RestartPolicy, Supervisor
 
 root, drain, ready = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+supervise._DRAIN_SECONDS, supervise._STOP_SECONDS = drain, 1.0
 processes = []
 for pair in sys.argv[5:]:
     name, _, kind = pair.partition("=")
@@ -32,8 +33,7 @@ for pair in sys.argv[5:]:
 try:
     with rundir.Owner(root):
         console = Console(root, 3)
-        supervisor = Supervisor(processes, root, console.say, console.look, RestartPolicy(**json.loads(sys.argv[4])),
-                                drain_seconds=drain, stop_seconds=1.0)
+        supervisor = Supervisor(processes, root, console.say, console.look, RestartPolicy(**json.loads(sys.argv[4])))
         status = supervisor.run().value
         console.look()
 except UserError as error:

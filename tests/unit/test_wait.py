@@ -28,7 +28,6 @@ def test_it_looks_until_it_finds_or_is_late(kind, monkeypatch):
     assert run(after(2)) == "found"
     with pytest.raises(WaitTimeout, match=LATE) as caught:
         run(lambda: None, seconds=0)
-    assert (caught.value.subject, caught.value.owner, caught.value.seconds) == ("weights/step_3", "trainer", 0)
     assert isinstance(caught.value, UserError)
     if kind == "thread":  # `poll=0` still pauses; what is there at once does not
         pauses = []
@@ -41,9 +40,7 @@ def test_it_looks_until_it_finds_or_is_late(kind, monkeypatch):
 async def test_an_asynchronous_wait_lets_others_run():
     event = asyncio.Event()
     asyncio.get_running_loop().call_later(0.01, event.set)
-    waits = []
-    assert await wait_async(event.is_set, **SUBJECT, seconds=30, on_wait=waits.append)
-    assert waits == sorted(waits) != []
+    assert await wait_async(event.is_set, **SUBJECT, seconds=30)
 
 
 async def test_within_returns_the_result_or_cancels():

@@ -216,7 +216,8 @@ class WorkerServer:
 def main() -> None:
     processes.watch()
     faulthandler.enable()  # the last words of one that an extension kills
-    processes.offer_to_the_kernel()
+    with contextlib.suppress(OSError):  # when memory runs out, the kernel ends this process and its children first
+        Path("/proc/self/oom_score_adj").write_text("500")
     faults.arm("environment")
     address, identity, setup_file, page_file = sys.argv[1:]
     setup = decode(Path(setup_file).read_bytes())

@@ -34,8 +34,6 @@ LOOK_SECONDS = 1.0  # between two looks at the directory of versions
 RESTORE_SECONDS = 120.0
 _WRITERS = ("trainer", "sft")  # processes that commit versions, by the names of their status
 
-OnWait = Callable[[str, str, float], None]
-
 
 async def run_evals(config: EvalConfig) -> list[EvalResults]:
     """Evaluate every environment by every policy; results in `evals/<env>/<policy>`, `evals/report.json`, metrics.
@@ -46,16 +44,14 @@ async def run_evals(config: EvalConfig) -> list[EvalResults]:
     """
     if "eval" in running_processes(config.output_dir):
         raise UserError(f"another eval is running in {config.output_dir}: wait for it, or give another --output-dir")
-    status, outcome = Status(config.output_dir, "eval"), "stopped"
+    status = Status(config.output_dir, "eval")
     try:
         results = await _run_evals(config, status)
-        outcome = "finished"
-        return results
-    except Exception as error:
-        outcome = f"failed: {error}"
+    except BaseException as error:  # also while it waits: an `rl` in this directory shows what waits there
+        status.done(f"failed: {error}" if isinstance(error, Exception) else "stopped")
         raise
-    finally:  # also while it waits: an `rl` in this directory shows what waits there
-        status.done(outcome)
+    status.done("finished")
+    return results
 
 
 async def _run_evals(config: EvalConfig, status: Status) -> list[EvalResults]:
@@ -67,7 +63,8 @@ async def _run_evals(config: EvalConfig, status: Status) -> list[EvalResults]:
     try:
         async with AsyncExitStack() as stack:
             if not chat:
-                run.fleet = connect(config, stack)
+                checks = config.logprob_check and config.weights_dir is not None
+                run.fleet = ReplicaPool(connect_all(config.client, stack, LogprobCheck() if checks else None))
                 for replica in await run.fleet.wait_ready(status.waiting):  # before a tokenizer of that name is sought
                     (await replica.client.served()).check_name(replica.name, config.model.name)
             await pool.start(config.client.ready_timeout)
@@ -81,8 +78,8 @@ async def _run_evals(config: EvalConfig, status: Status) -> list[EvalResults]:
     finally:
         await pool.close()
         monitor.close()
-        if (path := run.report()) is not None:
-            print(report_table(path))
+        if run.results or run.skipped:
+            print(report_table(write_report(run.results, run.skipped, config)))
     run.check()
     return run.results
 
@@ -150,7 +147,7 @@ class Evaluation:
         for results in opened:
             self._monitor.log(version, results.logged())
             logger.info("{}: {}, {:.1f} s", policy, results.line(), results.seconds)
-        self.report()
+        write_report(self.results, self.skipped, self._config)
 
     async def serve(self, fleet: ReplicaPool, weights: WeightsManifest | None) -> tuple[int, str]:
         """Have all servers that answer load and verify a policy. Returns the version and the hash that they serve.
@@ -241,12 +238,6 @@ class Evaluation:
         directory = self._config.output_dir / "evals"
         return f"{count} scored attempts are kept in {directory}: the same command goes on from there"
 
-    def report(self) -> Path | None:
-        """Write what there is."""
-        if not self.results and not self.skipped:
-            return None
-        return write_report(self.results, self.skipped, self._config)
-
     # -- which versions ------------------------------------------------------------------------------------------------
 
     async def _policies(self, directory: Path) -> AsyncIterator[WeightsManifest | None]:
@@ -328,7 +319,7 @@ def check_versions(config: EvalConfig) -> None:
 # -- the servers -------------------------------------------------------------------------------------------------------
 
 
-async def way_of_asking(config: EvalConfig, on_wait: OnWait) -> Literal["tokens", "chat"]:
+async def way_of_asking(config: EvalConfig, on_wait: Callable[[str, str, float], None]) -> Literal["tokens", "chat"]:
     """Return `client.type`; for "auto" what the server's answer tells: one of ours says what it serves.
 
     Raises:
@@ -349,9 +340,3 @@ async def way_of_asking(config: EvalConfig, on_wait: OnWait) -> Literal["tokens"
             if config.weights_dir is not None:
                 raise
             return "chat"
-
-
-def connect(config: EvalConfig, stack: AsyncExitStack) -> ReplicaPool:
-    """Make clients of all servers. `stack` closes their connections."""
-    logprob_check = LogprobCheck() if config.logprob_check and config.weights_dir is not None else None
-    return ReplicaPool(connect_all(config.client, stack, logprob_check))

@@ -24,6 +24,7 @@ from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState, least_lo
 from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.orchestrator.samples import output_tokens
 from prime_rl.orchestrator.tasks import request_seed
+from prime_rl.processes import backoff_seconds
 from prime_rl.transport.protocol import BASE, valid
 from prime_rl.wait import WaitTimeout, wait_async
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from prime_rl.fleet.weight_sync import WeightSync
 
 _TRIES = 5  # of an attempt whose worker died or whose server failed
+EVAL_WORKER = "{}-eval"  # the pool's name of an evaluation environment: a training one may have the same name
 PAUSE_SECONDS = 1.0  # before the second try; doubled each time
 
 
@@ -119,9 +121,8 @@ class EvalRunner:
         )  # fmt: skip
         # The client of an API has tried again and again already.
         retried = {Outcome.WORKER_DIED, *([] if self.fleet is None else [Outcome.ENGINE_UNAVAILABLE])}
-        for pauses in range(_TRIES):
-            if pauses:
-                await asyncio.sleep(PAUSE_SECONDS * 2.0 ** (pauses - 1))
+        for failures in range(_TRIES):
+            await asyncio.sleep(backoff_seconds(failures, PAUSE_SECONDS, self.timeout))
             if self.superseded():
                 return None
             if self.fleet is None:
@@ -220,7 +221,12 @@ class Evaluations:
     ) -> None:
         self.config, self._section = config, config.eval
         self._pool, self._monitor, self._status, self._weight_sync = pool, monitor, status, weight_sync
-        self._plans = list(map(self._plan, eval_environments(config)))
+        self._plans: list[EvalPlan] = []
+        if (section := config.eval) is not None:
+            for env in eval_environments(config):
+                sampling = config.sampling.changed(section.sampling).changed(env.sampling)
+                counts = section.num_examples, section.rollouts_per_example
+                self._plans.append(EvalPlan(env.name, EVAL_WORKER.format(env.name), sampling, *counts, config.seq_len))
         self._runner: EvalRunner | None = None
         self.running = self._stopping = False
         # The incarnation of the trainer in which each environment and version was evaluated.
@@ -230,12 +236,6 @@ class Evaluations:
             for plan in self._plans
             if (key := f"eval/{plan.env}/policy_incarnation") in row
         }
-
-    def _plan(self, env: "EnvConfig") -> EvalPlan:
-        config, section = self.config, self._section
-        assert section is not None
-        sampling, worker = config.sampling.changed(section.sampling).changed(env.sampling), eval_worker(env.name)
-        return EvalPlan(env.name, worker, sampling, section.num_examples, section.rollouts_per_example, config.seq_len)
 
     def check_tasks(self) -> None:
         """Refuse an endless environment without `num_examples` before anything is trained. Raises UserError."""
@@ -312,8 +312,3 @@ def eval_environments(config: "OrchestratorConfig") -> "list[EnvConfig]":
     if config.eval.environments:
         return config.eval.environments
     return [env.model_copy(update={"args": {**env.args, "split": "eval"}}) for env in config.environments]
-
-
-def eval_worker(name: str) -> str:
-    """The pool's name of an evaluation environment, which may bear the same name as a training one."""
-    return f"{name}-eval"

@@ -173,10 +173,13 @@ class WeightSync:
     async def _until(self, condition: Callable[[], bool], subject: str) -> None:
         """Wait for the trainer, at most `weights_timeout`."""
         seconds = self.config.weights_timeout
-        await wait_async(
-            condition, subject=subject, owner="trainer", seconds=seconds, poll=POLL_SECONDS,
-            on_wait=lambda _: self.status.waiting(subject, "trainer", seconds),
-        )  # fmt: skip
+
+        def met() -> bool:
+            if not (done := condition()):
+                self.status.waiting(subject, "trainer", seconds)
+            return done
+
+        await wait_async(met, subject=subject, owner="trainer", seconds=seconds, poll=POLL_SECONDS)
 
     # -- every other version -------------------------------------------------------------------------------------------
 

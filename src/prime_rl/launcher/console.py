@@ -90,7 +90,7 @@ class Console:
                 self._updates[step] = {**self._updates.get(step, {}), **row}
         batches = self._watch.rows["orchestrator"]
         for step in sorted(self._updates.keys() & batches.keys()):
-            if _is_step(batches[step]):
+            if any(not key.startswith("eval/") for key in batches[step].keys() - {"step", "time"}):
                 lines.append(self._step_line(step, batches[step], self._updates.pop(step)))
         return lines
 
@@ -141,11 +141,6 @@ class Console:
         weights = self._output_dir / "weights"
         filed = [version for version in list_steps(weights) if any(step_dir(weights, version).glob("*.safetensors"))]
         return lines + [f"weights  {step_dir(weights, version)}" for version in filed[-1:]]
-
-
-def _is_step(row: Row) -> bool:
-    """Whether the row belongs to a training step, rather than holding evaluations alone."""
-    return any(not key.startswith("eval/") for key in row if key not in ("step", "time"))
 
 
 def _eval_name(key: str) -> str:

@@ -29,21 +29,13 @@ def run(config: RLConfig) -> int:
     if config.recover and not rundir.results(config.output_dir):
         print(f"nothing to recover in {config.output_dir}: starting from the beginning")
         config = config.model_copy(update={"recover": False})
+    _check(config)
     if config.slurm is not None:
-        _check(config)
         if not config.dry_run:
             _check_directory(config)
         return slurm.submit(config)
     plan = make_plan(config, HostResources.of_this_host(config.inference))
-    _check(config)
     if config.dry_run:
-        try:
-            _check_directory(config)
-            problem = _taken(plan)
-        except UserError as error:
-            problem = error
-        if problem is not None:
-            print(f"note: now a run would be refused: {problem}", file=sys.stderr)
         _write_configs(plan)
         say(describe(plan))
         return RunOutcome.SUCCESS.value
@@ -113,7 +105,7 @@ def drained(config: RLConfig) -> str:
     recovers = config.trainer.recovery_interval or (config.max_restarts and config.recovery_interval)
     if config.trainer.ckpt is not None or recovers:
         return "the current step will be finished and saved"
-    step = rundir.recovery_step(config.output_dir)
+    step = max(0, *(rundir.newest_step(config.output_dir / name) for name in ("recovery", "checkpoints")))
     return f"the current step will be finished, not saved for good (no [ckpt]): --recover goes on from step {step} or later"
 
 

@@ -4,7 +4,6 @@ import fcntl
 import os
 import shutil
 import time
-import tomllib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -90,12 +89,8 @@ def refuse_running(output_dir: Path, names: Collection[str]) -> None:
     """Raise UserError when a process of one of these names is running in the directory."""
     statuses = read_status(output_dir)
     for name in sorted(running_processes(output_dir) & set(names)):
-        details = [f"pid {statuses[name].pid} on {statuses[name].host}"] if name in statuses else []
-        with suppress(OSError, tomllib.TOMLDecodeError, KeyError):  # no server, or one that writes its config just now
-            config = tomllib.loads((output_dir / "configs" / f"{name}.toml").read_text())
-            details.append(f"port {config['server']['port']}")
-        who = f"`{name}` ({', '.join(details)})" if details else f"`{name}`"
-        raise UserError(f"{who} is running in {output_dir}: stop it, or choose another --output-dir")
+        where = f" (pid {statuses[name].pid} on {statuses[name].host})" if name in statuses else ""
+        raise UserError(f"`{name}`{where} is running in {output_dir}: stop it, or choose another --output-dir")
 
 
 def results(output_dir: Path) -> list[str]:
@@ -117,11 +112,6 @@ def newest_step(parent: Path, steps_of: Callable[[Path], Sequence[int]] = list_s
         return max(steps_of(parent), default=-1)
     except UserError:  # a file system that is away for a moment
         return -1
-
-
-def recovery_step(output_dir: Path) -> int:
-    """Return the step from which a trainer would recover now."""
-    return max(0, *(newest_step(output_dir / name) for name in ("recovery", "checkpoints")))
 
 
 def refuse_results(output_dir: Path) -> None:
@@ -220,12 +210,8 @@ def as_benchmark(config: Config) -> Config:
     directory = config.output_dir if config.output_dir.name == _BENCH else config.output_dir / _BENCH
     if set(results(directory)) - {"metrics"}:  # benchmarks write these, too
         raise UserError(f"{directory} holds a run, not a benchmark: rename it, or choose another --output-dir")
-    return _benchmark_in(directory, config)
-
-
-def _benchmark_in(directory: Path, config: Config) -> Config:
     update: dict[str, Any] = {"output_dir": directory, "ckpt": None, "eval": None, "recover": False}
     for name in ("trainer", "orchestrator", "inference"):
         if isinstance(section := getattr(config, name, None), BaseConfig):
-            update[name] = _benchmark_in(directory, section)
+            update[name] = as_benchmark(section.model_copy(update={"output_dir": directory}))
     return config.model_copy(update={name: update[name] for name in update.keys() & type(config).model_fields.keys()})

@@ -67,10 +67,11 @@ class EvalSidecar:
         """Raises UserError: there is no GPU for the server."""
         assert config.eval is not None
         output_dir, client, self.processes = config.output_dir, config.eval.client, list[ProcessSpec]()
-        configs = {EVAL: eval_config(config), SERVER: server_config(config)}
+        served = server_config(config)
+        configs = {EVAL: eval_config(config), SERVER: served}
         self._output_dir = output_dir
         self._configs = {output_dir / "configs" / f"{name}.toml": made for name, made in configs.items() if made}
-        gpus, api_key = _gpus_of_server(config, environ), config.inference and config.inference.api_key
+        gpus, api_key = _gpus_of_server(served, environ), served and served.api_key
         for path in self._configs:
             name, serves = path.stem, path.stem == SERVER
             variables = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -127,8 +128,7 @@ class EvalSidecar:
         logger.info("evaluated, see {}\n{}", report, report_table(report))
 
 
-def _gpus_of_server(config: SFTConfig, environ: Mapping[str, str]) -> list[str]:
-    server = server_config(config)
+def _gpus_of_server(server: InferenceConfig | None, environ: Mapping[str, str]) -> list[str]:
     if server is None or server.device == "cpu" or not (names := visible_gpus(environ)):
         return []
     wanted, ranks = gpus_of_a_server(server), int(environ.get("LOCAL_WORLD_SIZE", 1))

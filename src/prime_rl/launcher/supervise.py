@@ -17,7 +17,7 @@ from pathlib import Path
 
 from prime_rl.config import RLConfig, child_env
 from prime_rl.launcher.plan import RECOVER, ProcessSpec
-from prime_rl.launcher.rundir import forget_status, newest_step, recovery_step
+from prime_rl.launcher.rundir import forget_status, newest_step
 from prime_rl.monitor import read_status
 from prime_rl.monitor.status import ProcessStatus, say_for
 from prime_rl.processes import Child, backoff_seconds, describe_exit, send, table
@@ -150,10 +150,6 @@ def log_tail(path: Path, start: int = 0) -> list[str]:
         return []
 
 
-_Failure = tuple[SupervisedChild, str, bool]
-"""What must not have ended, or was killed; why, in words that follow its name; whether a restart would end alike."""
-
-
 class Supervisor:
     """Run processes to the end of the run.
 
@@ -173,15 +169,12 @@ class Supervisor:
         say: Callable[[str], None],
         tick: Callable[[], None] = lambda: None,
         policy: RestartPolicy | None = None,
-        drain_seconds: float = _DRAIN_SECONDS,
-        stop_seconds: float = _STOP_SECONDS,
         drained: Callable[[], str] = lambda: "the current step will be finished",
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._policy = policy or RestartPolicy()
         self._output_dir, self._environ = output_dir, environ
         self._say, self._tick, self._drained = say, tick, drained
-        self._drain_seconds, self._stop_seconds = drain_seconds, stop_seconds
         self._children = {spec.name: SupervisedChild(spec) for spec in processes}
         self._interrupts = 0
         self._interrupted_at = -math.inf
@@ -271,8 +264,8 @@ class Supervisor:
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
-    def _failures(self) -> Iterator[_Failure]:
-        """Yield what must not have ended, a job that failed or a service that stopped, and what has stalled."""
+    def _failures(self) -> Iterator[tuple[SupervisedChild, str, bool]]:
+        """Yield what must not have ended, or has stalled; why, in words that follow its name; would it end alike again?"""
         for child, status in self._reap_ended():
             reason, last = describe_exit(status), read_status(self._output_dir).get(child.name)
             if status == 0 and child.is_job:
@@ -334,9 +327,6 @@ class Supervisor:
         if reason.startswith("failed") and words:
             reason += f" ({words[-1].strip()})"
         mode = ", recovering" if recover else ""
-        if recover and name == "trainer":
-            step = recovery_step(self._output_dir)
-            mode = f"; it goes on from step {step} or a later one, and trains the batches after it again, as they were"
         self._say(
             f"{name} {reason}: starting it again in {seconds:g} s (restart {child.restarts} of at most {most} in a row{mode})"
         )
@@ -354,7 +344,7 @@ class Supervisor:
     def _drain(self) -> RunOutcome | None:
         """Ask the jobs to stop, once, and wait for them within bounds."""
         if self._drain_deadline is None:
-            self._drain_deadline = time.monotonic() + self._drain_seconds
+            self._drain_deadline = time.monotonic() + _DRAIN_SECONDS
             self._say(f"draining: {self._drained()}; interrupt again to stop now")
             for child in self._children.values():
                 if child.state is ChildState.PENDING:
@@ -373,7 +363,7 @@ class Supervisor:
         if self._jobs_left() and time.monotonic() < self._drain_deadline:
             return None
         if late := ", ".join(child.name for child in self._running() if child.is_job):
-            self._say(f"{late} did not finish within {self._drain_seconds:.0f} s: stopping")
+            self._say(f"{late} did not finish within {_DRAIN_SECONDS:.0f} s: stopping")
         return RunOutcome.INTERRUPTED
 
     def _stop_all(self) -> None:
@@ -388,7 +378,7 @@ class Supervisor:
         with suppress(WaitTimeout):
             wait(
                 lambda: self._interrupts > 1 or all(child.process.status is not None for child in running),
-                subject="end of the processes", owner="themselves", seconds=self._stop_seconds, poll=_POLL_SECONDS,
+                subject="end of the processes", owner="themselves", seconds=_STOP_SECONDS, poll=_POLL_SECONDS,
             )  # fmt: skip
         for child in running:
             self._reap(child)

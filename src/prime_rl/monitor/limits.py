@@ -96,7 +96,6 @@ def limit_of(shares: Shares) -> Limit:
 
 def shares_of(orchestrator: Sequence[Row], trainer: Sequence[Row]) -> Shares | None:
     """Return the shares of the same steps' rows of both sides; None where these lack the times of steps and waits."""
-
     waits = any("time/idle" in row for row in orchestrator) and any("time/wait_for_batch" in row for row in trainer)
     step = "time/step"
     if not waits or not all(sum(row.get(step, 0.0) for row in rows) > 0 for rows in (orchestrator, trainer)):

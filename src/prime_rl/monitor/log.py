@@ -8,9 +8,7 @@ import logging
 import os
 import sys
 import threading
-import traceback
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn, TextIO
 
 from loguru import logger
@@ -41,8 +39,8 @@ def setup(level: str, process: str, output_dir: Path | str | None = None) -> Non
     if root is not None and (file := _open(Path(root) / "logs", process)) is not None:
         _file = file
         _add(file, level, process, "YYYY-MM-DD HH:mm:ss", False)
-    sys.excepthook = _crashed
-    threading.excepthook = lambda crash: _crashed(crash.exc_type, crash.exc_value, crash.exc_traceback)
+    sys.excepthook = lambda kind, error, trace: logger.opt(exception=error).critical("crashed")
+    threading.excepthook = lambda crash: logger.opt(exception=crash.exc_value).critical("a thread crashed")
     logging.basicConfig(handlers=[_Intercept()])
     logging.captureWarnings(True)
     for library in ("transformers", "datasets", "huggingface_hub"):  # each has a handler of its own once it is imported
@@ -102,10 +100,3 @@ def _open(logs: Path, process: str) -> TextIO | None:
     except OSError as error:
         logger.warning("{} cannot be written ({}): logging to stdout only", path, error.strerror)
         return None
-
-
-def _crashed(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    if error is not None:
-        sys.__excepthook__(kind, error, trace)
-        if _file is not None:
-            traceback.print_exception(kind, error, trace, file=_file)

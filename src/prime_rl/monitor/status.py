@@ -29,6 +29,7 @@ _SAY_WAIT_SECONDS = 10.0  # from when the log hears of a wait
 _MIN_INTERVAL_SECONDS = 0.2  # of writes that change nothing but times
 
 _Record = TypeVar("_Record")
+_adapter = functools.cache(TypeAdapter)
 
 
 @dataclass(frozen=True)
@@ -237,11 +238,6 @@ def read_record(kind: type[_Record], path: Path) -> _Record | None:
         return record
     except (OSError, ValidationError):  # ValidationError: of a power cut, or somebody else's
         return None
-
-
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 class TrainerWatch:

@@ -26,7 +26,7 @@ from prime_rl.config.shared import ORCHESTRATOR_STEPS
 from prime_rl.envs.pool import EnvPool, Sampler
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
-from prime_rl.evals.runner import Evaluations, env_pool, eval_environments, eval_worker, wire_sampling
+from prime_rl.evals.runner import EVAL_WORKER, Evaluations, env_pool, eval_environments, wire_sampling
 from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.fleet.replicas import Replica, ReplicaPool, cancel_tasks
 from prime_rl.fleet.router import ServerClient, connect_all
@@ -527,7 +527,7 @@ def make_pool(config: "OrchestratorConfig", teachers: Teachers) -> EnvPool:
     Evaluations always sample from the policy, even where a teacher samples the training data.
     """
     algorithms = {env.name: config.algorithm_of(env.name) for env in config.environments}
-    evals = [env.model_copy(update={"name": eval_worker(env.name)}) for env in eval_environments(config)]
+    evals = [env.model_copy(update={"name": EVAL_WORKER.format(env.name)}) for env in eval_environments(config)]
     return env_pool(
         config,
         [*config.environments, *evals],

@@ -168,12 +168,8 @@ def test_nothing_is_removed_before_a_refusal(tmp_path: Path, partner: int) -> No
 def test_a_server_by_hand_is_named(tmp_path: Path, partner: int) -> None:
     """Contract: where to find what is in the way."""
     status = replace(new_status("inference"), **asdict(identify(partner)))
-    for name in ("status", "configs"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "status").mkdir()
     write_record(status_path(tmp_path, "inference"), status)
-    (tmp_path / "configs/inference.toml").write_text("[server]\nport = 8123")
     refuse_running(tmp_path, {"trainer", "orchestrator"})
-    with pytest.raises(
-        UserError, match=rf"`inference` \(pid {partner} on .*, port 8123\) is running in .*: stop it, or"
-    ):
+    with pytest.raises(UserError, match=rf"`inference` \(pid {partner} on .*\) is running in .*: stop it, or"):
         refuse_running(tmp_path, {"trainer", "inference"})

@@ -65,7 +65,7 @@ def test_log_lines(tmp_path: Path) -> None:
         assert "WARNING py.warnings: " in text
         assert "ERROR   failed\nTraceback" in text
         assert not re.search("not shown|sk-secret|\033", text)
-    assert done.stderr.splitlines()[-1] == kept.splitlines()[-1] == "RuntimeError: crash"
+    assert done.stdout.splitlines()[-1] == kept.splitlines()[-1] == "RuntimeError: crash"
     done = says("eval", tmp_path, "fail")
     assert (done.returncode, done.stderr.splitlines()[-1]) == (7, "error: gone")
     assert (tmp_path / "logs" / "eval.log").read_text().splitlines()[-1] == "error: gone"
