@@ -221,7 +221,9 @@ def _sample(
 ) -> Sample | None:
     """What the orchestrator makes of a reply, None of one without signal. The prompt is one token, which names the task; nothing predicts it."""
     ids, mask = [STOP + 1 + task, *reply], np.arange(len(reply) + 1) > 0
-    sequence = SampleTokens.of(ids, mask, [0.0, *logprobs[: len(reply)]], 1, reward(reply, task))
+    sequence = SampleTokens(
+        array("i", ids), bytes(mask), array("f", [0.0, *logprobs[: len(reply)]]), 1, reward(reply, task)
+    )
     if scores is not None:
         sequence.ref_logprobs = array("f", [0.0, *scores[: len(reply)]])
     old = np.asarray(sequence.logprobs, dtype=np.float32)

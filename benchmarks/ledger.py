@@ -12,6 +12,7 @@ import json
 import statistics
 import tempfile
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,10 +48,10 @@ class Clock:
 def episode(rng: np.random.Generator, name: str) -> EpisodeResult:
     """A finished episode as the pool hands it over."""
     sampled = TOKENS - PROMPT
-    tokens = SampleTokens.of(
-        input_ids=rng.integers(0, 151_936, TOKENS).tolist(),
-        loss_mask=[False] * PROMPT + [True] * sampled,
-        logprobs=[0.0] * PROMPT + (-rng.exponential(0.5, sampled)).tolist(),
+    tokens = SampleTokens(
+        input_ids=array("i", rng.integers(0, 151_936, TOKENS).tolist()),
+        loss_mask=bytes([False] * PROMPT + [True] * sampled),
+        logprobs=array("f", [0.0] * PROMPT + (-rng.exponential(0.5, sampled)).tolist()),
         prompt_len=PROMPT,
         reward=0.5,
     )

@@ -21,6 +21,7 @@ import itertools
 import json
 import resource
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -277,10 +278,10 @@ class Simulation:
 
 def _reply(draw: np.random.Generator, length: int) -> SampleTokens:
     tokens = PROMPT + length
-    return SampleTokens.of(
-        input_ids=draw.integers(0, 151_936, tokens).tolist(),
-        loss_mask=[False] * PROMPT + [True] * length,
-        logprobs=[0.0] * PROMPT + (-draw.exponential(0.5, length)).tolist(),
+    return SampleTokens(
+        input_ids=array("i", draw.integers(0, 151_936, tokens).tolist()),
+        loss_mask=bytes([False] * PROMPT + [True] * length),
+        logprobs=array("f", [0.0] * PROMPT + (-draw.exponential(0.5, length)).tolist()),
         prompt_len=PROMPT,
         reward=0.0,
     )

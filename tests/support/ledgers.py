@@ -1,5 +1,6 @@
 """Small ledgers for tests."""
 
+from array import array
 from contextlib import closing
 from pathlib import Path
 
@@ -11,10 +12,10 @@ from prime_rl.transport.rollouts import Sample, write_batch
 
 
 def an_episode(reward: float = 0.5, sampled: int = 3, prompt: int = 2) -> EpisodeResult:
-    tokens = SampleTokens.of(
-        input_ids=list(range(10, 10 + prompt + sampled)),
-        loss_mask=[False] * prompt + [True] * sampled,
-        logprobs=[0.0] * prompt + [-0.25 * (i + 1) for i in range(sampled)],
+    tokens = SampleTokens(
+        input_ids=array("i", list(range(10, 10 + prompt + sampled))),
+        loss_mask=bytes([False] * prompt + [True] * sampled),
+        logprobs=array("f", [0.0] * prompt + [-0.25 * (i + 1) for i in range(sampled)]),
         prompt_len=prompt,
         reward=reward,
     )

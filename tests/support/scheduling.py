@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from array import array
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -111,7 +112,7 @@ class World:
         if self.random.random() < self.failure_rate:
             self.scheduler.fail(episode, Drop.ERRORED, retry=self.random.random() < 0.5)
         else:
-            tokens = SampleTokens.of([1, 2], [False, True], [0.0, -1.0], 1, 0.0)
+            tokens = SampleTokens(array("i", [1, 2]), bytes([False, True]), array("f", [0.0, -1.0]), 1, 0.0)
             self.scheduler.finish(episode, EpisodeResult(episode, "env", "t", Outcome.OK, reward=0.5, samples=[tokens]))
 
     def prove(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -126,7 +127,9 @@ class ScriptedPool:
         self.sampled[episode_id] = self.engine.now.version
         place = episode_id.rpartition(".")[0] or episode_id
         chance = xxhash.xxh3_64_intdigest(f"{place}/{self.engine.now.version}".encode())
-        tokens = SampleTokens.of([1, chance % 1000], [False, True], [0.0, -(chance % 97) / 97], 1, 0.0)
+        tokens = SampleTokens(
+            array("i", [1, chance % 1000]), bytes([False, True]), array("f", [0.0, -(chance % 97) / 97]), 1, 0.0
+        )
         reward = float(episode_id.split(".")[1]) + chance % 7 / 7 if "." in episode_id else 0.5
         return EpisodeResult(episode_id, env, "task", Outcome.OK, reward=reward, samples=[tokens])
 

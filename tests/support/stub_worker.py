@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from pathlib import Path
 from typing import Any, Self
 
@@ -62,7 +63,9 @@ class StubEnv:
         return None
 
     def result(self, task: int, episode_id: str, draw: random.Random) -> EpisodeResult:
-        tokens = SampleTokens.of([1, draw.randrange(1000)], [False, True], [0.0, -draw.random()], 1, 0.0)
+        tokens = SampleTokens(
+            array("i", [1, draw.randrange(1000)]), bytes([False, True]), array("f", [0.0, -draw.random()]), 1, 0.0
+        )
         return EpisodeResult(
             episode_id, self.setup.name, self.task_ids[task], Outcome.OK, reward=draw.random(), samples=[tokens], num_turns=1
         )  # fmt: skip

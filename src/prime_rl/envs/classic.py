@@ -11,7 +11,6 @@ weight is 0, and else fails its episode.
 import functools
 import importlib
 import inspect
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -41,8 +40,6 @@ class ClassicEnv(ConversationEnv):
         if split not in ("train", "eval"):
             raise ids.LoadError(f"{name}: argument split is {split!r}: 'train' or 'eval' is needed")
         ids.check_arguments(setup.env_id, args, load)
-        # A classic environment takes SIGINT and SIGTERM for itself.
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._env = load(**args)
             if split == "eval":
@@ -60,9 +57,6 @@ class ClassicEnv(ConversationEnv):
                 raise ValueError("it has no tasks")
         except Exception as error:
             raise ids.LoadError(f"{name} failed to load: {ids.describe(error)}") from error
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
         self._weights = _prepare_rubrics(self._env, setup.env_id)
         nested = list(_nested(self._env, "envs"))
         self._shortened = False  # by `max_turns`, below what the environment itself allows

@@ -9,8 +9,8 @@ import json
 import os
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Self
 
 import aiohttp
@@ -156,14 +156,10 @@ class ConversationEnv:
             result.outcome, result.message = Outcome.ERRORED, report(error) + (over if result.is_truncated else "")
         if (failure := conversation.failure) is not None:  # whatever the environment made of it
             result.outcome, result.message = failure.outcome, failure.message
-        if result.outcome is Outcome.PROMPT_TOO_LONG:
-            result.message = f"task {result.task_id}: {result.message}"
         result.num_turns = len(used)
         result.is_truncated = result.is_truncated or any(turn.is_truncated for turn in conversation.turns)
         result.input_tokens = sum(len(turn.prompt_ids) for turn in conversation.turns)
         result.output_tokens = sum(len(turn.completion_ids) for turn in conversation.turns)
-        if result.ok and not used:
-            result.outcome, result.message = Outcome.INVALID, "no sampled tokens: it asked the model nothing"
         finish(result, partial(samples_of, used, self.engine.branched))
         for sample in result.samples:
             sample.reward = result.reward
@@ -186,7 +182,6 @@ class EngineClient:
     async def close(self) -> None:
         for connection in self._connections.values():
             await connection.close()
-        self._connections.clear()
 
     async def generate(
         self,
@@ -285,11 +280,6 @@ def _comparable(message: Message) -> str:
     return json.dumps([message["role"], said, calls, message.get("tool_call_id")], sort_keys=True, default=str)
 
 
-@dataclass(frozen=True)
-class EngineReply:
-    content: bytes
-
-
 class EngineConnection:
     """What `renderers.client.generate` needs of an AsyncOpenAI client (`base_url`, `post`), over aiohttp.
 
@@ -322,7 +312,7 @@ class EngineConnection:
             self._context = max((card.get("max_model_len") or 0 for card in answer.get("data") or []), default=0)
         return self._context or None
 
-    async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> EngineReply:
+    async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> SimpleNamespace:
         headers = (options or {}).get("headers")
         own = self._own_route and body["sampling_params"].keys() <= _SAMPLE_PARAMS
         if own:
@@ -337,7 +327,7 @@ class EngineConnection:
     async def close(self) -> None:
         await self._session.close()
 
-    async def _request(self, method: str, url: str, body: Any = None, headers: Any = None) -> EngineReply:
+    async def _request(self, method: str, url: str, body: Any = None, headers: Any = None) -> SimpleNamespace:
         data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
         try:
             async with self._session.request(method, url, data=data, headers=headers) as response:
@@ -346,4 +336,4 @@ class EngineConnection:
             raise CallFailed(f"{type(error).__name__}: {error}", 503) from error
         if not response.ok:
             raise CallFailed(content.decode(errors="replace")[:1000], response.status)
-        return EngineReply(content)
+        return SimpleNamespace(content=content)

@@ -131,6 +131,8 @@ def finish(result: EpisodeResult, samples: Callable[[], list[SampleTokens]] | No
 
     Metrics that are no finite number are left out: an average of nothing costs no episode.
     """
+    if result.outcome is Outcome.PROMPT_TOO_LONG:
+        result.message = f"task {result.task_id}: {result.message}"
     every: list[EpisodeResult | Part] = [result, *result.parts]
     for scored in every:
         scored.metrics = {name: value for name, value in scored.metrics.items() if math.isfinite(value)}
@@ -169,8 +171,6 @@ def convert(result: EpisodeResult, episode: Any, tokens: bool = True, branched: 
     if players:
         _describe(result, players)
     result.outcome, result.message = _find_outcome(episode, players)
-    if result.outcome is Outcome.PROMPT_TOO_LONG:
-        result.message = f"task {result.task_id}: {result.message}"
 
     def samples() -> list[SampleTokens]:
         made = []
@@ -321,11 +321,7 @@ def opening(system: str | None, prompt: str | list[Message] | None) -> list[Mess
 
 
 def parsed_json(text: str) -> Any:
-    """What a model wrote, read as JSON.
-
-    Raises:
-        ValueError: it is none, or nested too deep.
-    """
+    """What a model wrote, read as JSON. Raises ValueError: it is none, or nested too deep."""
     if max(accumulate((char in "[{") - (char in "]}") for char in text), default=0) > MOST_LEVELS:
         raise ValueError(f"nested deeper than {MOST_LEVELS} levels")
     return json.loads(text)

@@ -144,11 +144,7 @@ def report(error: BaseException) -> str:
 
 
 def import_module(env_id: str) -> ModuleType:
-    """The module of an environment.
-
-    Raises:
-        LoadError: there is none, or it fails.
-    """
+    """The module of an environment. Raises LoadError: there is none, or it fails."""
     module = module_name(env_id)
     if find(env_id) is None:
         raise LoadError(f"environment {env_id!r} not found: there is no Python module {module!r}")

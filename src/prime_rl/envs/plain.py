@@ -85,9 +85,8 @@ class Chat:
         if not self.messages:
             raise ValueError("nothing has been said: the task has no prompt, and `chat` was called without text")
         self.over = self.over or bool(self._max_turns and len(self.replies) >= self._max_turns)
-        if self.over:
-            return None
-        if (turn := await self._conversation.reply(self.messages, self.tools)) is None:
+        turn = None if self.over else await self._conversation.reply(self.messages, self.tools)
+        if turn is None:
             self.over = True
             return None
         self.messages = [*self.messages, turn.message]

@@ -14,7 +14,6 @@ of their own.
 import ctypes
 import mmap
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -108,21 +107,6 @@ class SampleTokens:
     # Of a teacher: 32 bits, 0.0 for the first token; for all T tokens or the leading ones that it scored.
     ref_logprobs: "array[float] | None" = None
     experts: RoutedExperts | None = None  # of the first T - 1 tokens: nothing was computed of the last one
-
-    @classmethod
-    def of(
-        cls,
-        input_ids: Iterable[int],
-        loss_mask: Iterable[bool],
-        logprobs: Iterable[float],
-        prompt_len: int,
-        reward: float,
-        agent: str = "",
-        roles: Iterable[int] | None = None,
-    ) -> "SampleTokens":
-        """Pack them. Raises TypeError, OverflowError: an id is no integer of 32 bits, a log-probability no number."""
-        tokens = array("i", input_ids), bytes(loss_mask), array("f", logprobs)
-        return cls(*tokens, prompt_len, reward, agent, roles=None if roles is None else bytes(roles))
 
 
 @dataclass

@@ -6,7 +6,6 @@ lines as the reason.
 """
 
 import asyncio
-import functools
 import os
 import socket
 import sys
@@ -133,26 +132,18 @@ class ToolRuntime(SubprocessRuntime):
     """
 
     async def start(self) -> None:
-        self.info.id = str(CACHE_DIR / "runtimes" / "subprocess" / self.name)
-        self.__dict__.pop("workdir", None)  # else its None, set by verifiers, hides the property
+        self.workdir = CACHE_DIR / "runtimes" / "subprocess" / self.name
+        self.info.id = str(self.workdir)
 
-    @functools.cached_property
-    def workdir(self) -> Path:  # type: ignore[override]
-        path = Path(str(self.info.id))
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-
-    def _is_used(self) -> bool:
-        # Looked for on disk: a view of this runtime (`with_env`) may have made it.
-        return bool(self._background) or (self.info.id is not None and os.path.isdir(self.info.id))
+    def process_env(self, env: dict[str, str]) -> dict[str, str]:
+        """Of a process that is about to start in the directory."""
+        assert self.workdir is not None
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        return super().process_env(env)
 
     async def teardown(self) -> None:
-        if self._is_used():
+        if self.workdir is not None and self.workdir.exists():
             await super().teardown()
-
-    def cleanup(self) -> None:
-        if self._is_used():
-            super().cleanup()
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         """Raises vf.ToolsetError when a tool server dies, WaitTimeout when it does not listen in time."""

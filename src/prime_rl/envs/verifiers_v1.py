@@ -11,13 +11,14 @@ import functools
 import itertools
 import json
 import random
+import re
 import sys
 from array import array
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Self
 
-import aiohttp
+import httpx
 import verifiers.v1 as vf
 from multidict import CIMultiDict
 from pydantic import ValidationError
@@ -26,6 +27,7 @@ from renderers.base import ParsedToolCall, ToolCallParseStatus
 from verifiers.v1 import runtimes
 from verifiers.v1.clients import Client
 from verifiers.v1.clients.client import SESSION_ID_HEADER
+from verifiers.v1.clients.eval import EvalClient
 from verifiers.v1.clients.train import response_from_generate, serialize_completion, tool_to_wire
 from verifiers.v1.dialects import DIALECTS
 from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
@@ -33,7 +35,6 @@ from verifiers.v1.errors import ProviderError
 from verifiers.v1.interception.server import InterceptionServer
 from verifiers.v1.utils.loaders import default_harness_id, taskset_class, taskset_config_type
 
-from prime_rl.envs.chat import PatientClient, chat_config
 from prime_rl.envs.conversation import CallFailed, EngineClient, arguments_of, request_settings
 from prime_rl.envs.convert import CONTEXT_FULL, Message, classify, convert, opening
 from prime_rl.envs.ids import Broken, LoadError, check_arguments, describe, find, import_module, module_name, unique
@@ -47,6 +48,12 @@ sys.modules[HARNESS_ID] = sys.modules[__name__]
 __all__ = ["ChatHarness"]
 
 ENDLESS_TASKS = 10_000  # of a taskset that never ends: its first ones
+CHAT_TRIES = 8  # of an API that is asked by its chat route
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
+LONGEST_REST_SECONDS = 120.0  # an API that asks for more is not waited for
+_MAY_PASS = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+# An API may call a budget that is spent "too many requests".
+_SPENT = re.compile(r"insufficient_quota|billing_hard_limit|credit balance", re.IGNORECASE)
 
 interception: ContextVar[InterceptionServer] = ContextVar("interception")
 """verifiers' server of the environment whose episode runs, which serves model calls. Unset under `vf-eval`: then by HTTP."""
@@ -80,7 +87,12 @@ class VerifiersEnv:
         )
         try:
             self._env = vf.load_environment(config)
-            self._tasks = _load_tasks(self._env.taskset)
+            random.seed(0)  # of an endless taskset every worker is to draw the same first tasks
+            limit = None if self._env.taskset.bounded else ENDLESS_TASKS
+            self._tasks = list(itertools.islice(self._env.taskset, limit))
+            random.seed()
+            if not self._tasks:
+                raise ValueError("it has no tasks")
             self.bounded: bool = self._env.taskset.bounded
             self.task_ids = unique(task.key for task in self._tasks)
             shows = self._engine.renderer if self._engine and setup.demonstration else None
@@ -207,16 +219,6 @@ def _hint(renderer: Any, setup: Setup, task: Any) -> "array[int] | None":
     return array("i", renderer.render([{"role": "system", "content": text}]).token_ids)
 
 
-def _load_tasks(taskset: Any) -> list[Any]:
-    """The tasks of a taskset; of an endless one the first, drawn alike in every worker if with `random`."""
-    random.seed(0)
-    tasks = list(itertools.islice(taskset, None if taskset.bounded else ENDLESS_TASKS))
-    random.seed()
-    if not tasks:
-        raise ValueError("it has no tasks")
-    return tasks
-
-
 class _InterceptedRequest(dict[str, Any]):
     """What the interception server reads of an aiohttp request: HTTP took a sixth of an episode's processor time."""
 
@@ -231,11 +233,7 @@ class _InterceptedRequest(dict[str, Any]):
         return self._body
 
 
-class ChatHarnessConfig(vf.HarnessConfig):
-    id: str = HARNESS_ID
-
-
-class ChatHarness(vf.Harness[ChatHarnessConfig]):
+class ChatHarness(vf.Harness[vf.HarnessConfig]):
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
     SUPPORTS_RESUME = True
@@ -306,12 +304,9 @@ class ChatSession(vf.HarnessSession):
             return await _served(server, _InterceptedRequest(headers, body))
         headers["Content-Type"] = "application/json"
         url = f"{self.endpoint}/chat/completions"
-        timeout = aiohttp.ClientTimeout(total=None)  # bounded: by the episode's deadline, which cancels the call
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.post(url, data=body, headers=headers) as response,
-        ):
-            return response.status, await (response.json() if response.ok else response.text())
+        async with httpx.AsyncClient(timeout=None, trust_env=False) as client:  # bounded: by the episode's deadline
+            answer = await client.post(url, content=body, headers=headers)
+        return answer.status_code, answer.json() if answer.is_success else answer.text
 
 
 async def _served(server: InterceptionServer, request: Any) -> tuple[int, Any]:
@@ -370,3 +365,45 @@ def _readable(call: ParsedToolCall) -> ParsedToolCall:
         return ParsedToolCall(raw=call.raw, name=call.name, arguments=arguments_of(call), id=call.id)
     # As a string: verifiers reads arguments to compare messages, and what is nested too deep would not come to its end.
     return ParsedToolCall(raw=call.raw, name=MALFORMED_CALL, arguments=json.dumps(call.raw), id=call.id)
+
+
+def chat_config(request_timeout: float) -> vf.EvalClientConfig:
+    """verifiers' settings of a `PatientClient`. `request_timeout`: seconds without a byte of an answer."""
+    timeout = {"connect": 30.0, "read": request_timeout, "write": request_timeout}
+    return vf.EvalClientConfig.model_validate({"api_key_var": API_KEY_VAR, "timeout": timeout})
+
+
+class PatientClient(EvalClient):
+    """verifiers' client of the chat route of any OpenAI-compatible API, made patient. Needs a running event loop.
+
+    What may pass (too many requests, a server's own trouble, a lost connection) is asked again after growing pauses, at
+    least as long as the API says. An error that stays is verifiers' `ProviderError` with the API's status; a budget
+    that is spent is a 402.
+    """
+
+    _limit_name = "max_tokens"
+
+    async def _request(
+        self, url: str, body: dict[str, Any], headers: httpx.Headers, *, stream: bool = False
+    ) -> httpx.Response:
+        failures = 0
+        while True:  # bounded: by CHAT_TRIES
+            if "max_tokens" in body:
+                body[self._limit_name] = body.pop("max_tokens")
+            try:
+                return await super()._request(url, body, headers, stream=stream)
+            except ProviderError as error:
+                if error.status_code == 400 and "max_tokens" in body and "max_completion_tokens" in str(error):
+                    self._limit_name = "max_completion_tokens"  # OpenAI's newer name
+                    continue
+                if error.status_code == 429 and _SPENT.search(str(error)):
+                    raise ProviderError(str(error), status_code=402) from error
+                failures += 1
+                cause = error.__cause__
+                said = cause.response.headers.get("retry-after", "") if isinstance(cause, httpx.HTTPStatusError) else ""
+                rest = float(said) if re.fullmatch(r"\d+(\.\d+)?", said) else 0.0  # it does not say, or says a date
+                if error.status_code not in _MAY_PASS or failures >= CHAT_TRIES or rest > LONGEST_REST_SECONDS:
+                    raise
+            # Not the same for all that failed together.
+            longest = min(FIRST_PAUSE_SECONDS * 2.0 ** (failures - 1), LONGEST_PAUSE_SECONDS)
+            await asyncio.sleep(max(rest, random.uniform(longest / 2, longest)))

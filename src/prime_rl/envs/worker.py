@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Union
 from weakref import WeakValueDictionary
 
 import zmq
@@ -30,7 +30,11 @@ import zmq.asyncio
 from prime_rl import faults, processes
 from prime_rl.envs import protocol
 from prime_rl.envs.ids import CLASSIC, Broken, LoadError, check_version, find, kind_of
-from prime_rl.envs.protocol import MOST_BYTES, EpisodeResult, Outcome, Page, Run, Setup, decode, encode
+from prime_rl.envs.protocol import MOST_BYTES, Outcome, Page, Run, Setup, decode, encode
+
+if TYPE_CHECKING:
+    from prime_rl.envs.conversation import ConversationEnv
+    from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
 TICK_SECONDS = 0.2
 HANG_SECONDS = 60.0  # for which environment code may block the event loop
@@ -39,28 +43,12 @@ _request: contextvars.ContextVar[int] = contextvars.ContextVar("request", defaul
 MAX_THREADS = 64  # Python's own number is six on two cores: too few where some never end
 
 
-class Adapter(Protocol):
-    """A loaded environment. It serves between `__aenter__` and `__aexit__`."""
-
-    task_ids: list[str]  # durable and unique, in the environment's own order
-    bounded: bool  # whether these are all the tasks there are
-
-    async def __aenter__(self) -> Self: ...
-    async def __aexit__(self, *_: object) -> None: ...
-    async def run(self, run: Run) -> EpisodeResult:
-        """One episode to its end, sampled by the server at `run.base_url`. What fails is an outcome, not an exception.
-
-        Raises:
-            Broken: this episode failed of something that every later one would fail of.
-        """
+# A loaded environment: its `task_ids` are durable and unique, in its own order; it runs episodes while it is entered.
+Adapter = Union["ConversationEnv", "VerifiersEnv"]
 
 
 def load(setup: Setup) -> Adapter:
-    """The environment of a setup, loaded.
-
-    Raises:
-        LoadError: it is not there, or cannot be used as it is set up.
-    """
+    """The environment of a setup, loaded. Raises LoadError: it is not there, or cannot be used as it is set up."""
     check_version(setup.env_id)
     kind = kind_of(setup.env_id) if setup.adapter == "auto" else setup.adapter
     if kind != "verifiers" and (setup.demonstration or setup.chat_timeout):
@@ -138,26 +126,27 @@ class WorkerServer:
         """Load the environment, and run episodes until SIGTERM or SIGINT, or until the orchestrator is gone."""
         this_task = asyncio.current_task()
         assert this_task is not None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, this_task.cancel)
         self._socket.connect(self._address)
         gc.disable()  # imports and tasks would take a quarter longer, and stay to the end
         async with contextlib.AsyncExitStack() as exit_stack:
             try:
-                env = await exit_stack.enter_async_context(load(setup))
+                env = load(setup)
+                for number in (signal.SIGTERM, signal.SIGINT):  # only now: a classic environment takes them for itself
+                    self._loop.add_signal_handler(number, this_task.cancel)
+                await exit_stack.enter_async_context(env)
             except (LoadError, ModuleNotFoundError) as error:
                 traceback.print_exc()
                 why, python = str(error), sys.executable
                 if isinstance(error, ModuleNotFoundError):
                     why = f"environment {setup.env_id!r} needs the module {error.name!r}, which {python} does not have"
-                await self._send(protocol.Failed(why))
-                env = await asyncio.Future[Adapter]()  # bounded: the pool ends this process
+                await self._socket.send(encode(protocol.Failed(why)))  # bounded: the pool reads, or ends this process
+                await asyncio.Future[None]()  # bounded: the pool ends this process
             gc.collect()
             gc.freeze()  # else a full collection would block the loop for 0.4 s, every few hundred episodes
             gc.enable()
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._loop.tick())
-                await self._send(protocol.Ready(env.task_ids, env.bounded))
+                await self._socket.send(encode(protocol.Ready(env.task_ids, env.bounded)))  # bounded: likewise
                 await self._receive(env, setup, group)
 
     async def _receive(self, env: Adapter, setup: Setup, group: asyncio.TaskGroup) -> None:
@@ -207,10 +196,7 @@ class WorkerServer:
         for _ in range({"drop": 0, "duplicate": 2}.get(fault or "", 1)):
             await self._socket.send(frame)  # bounded: the pool reads, or this process ends with it
         if broken:
-            await self._send(protocol.Failed(broken))
-
-    async def _send(self, message: protocol.Message) -> None:
-        await self._socket.send(encode(message))  # bounded: the pool reads, or this process ends with it
+            await self._socket.send(encode(protocol.Failed(broken)))  # bounded: as above
 
 
 def main() -> None:
@@ -223,7 +209,13 @@ def main() -> None:
     setup = decode(Path(setup_file).read_bytes())
     assert isinstance(setup, Setup)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    _set_up_logging(setup.log_level)
+    # Our lines as `monitor.log` writes them into files, to stderr; libraries' warnings alone, unless for debugging.
+    level, lines = setup.log_level.upper(), "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+    libraries = logging.DEBUG if level == "DEBUG" else logging.WARNING
+    logging.basicConfig(level=libraries, format=lines, datefmt="%Y-%m-%d %H:%M:%S")
+    logging.getLogger("prime_rl").setLevel(level)
+    # For libraries that use loguru, which reads this when it is imported. `diagnose` would show variables' values.
+    os.environ.update(LOGURU_LEVEL=level, LOGURU_DIAGNOSE="0")
     loop = WorkerLoop(Page.of(Path(page_file)))
     loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="environment"))
     with contextlib.suppress(asyncio.CancelledError):
@@ -232,16 +224,6 @@ def main() -> None:
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)
-
-
-def _set_up_logging(level: str) -> None:
-    """Our lines as `monitor.log` writes them into files, to stderr; libraries' warnings alone, unless for debugging."""
-    libraries = logging.DEBUG if level == "debug" else logging.WARNING
-    lines = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-    logging.basicConfig(level=libraries, format=lines, datefmt="%Y-%m-%d %H:%M:%S")
-    logging.getLogger("prime_rl").setLevel(level.upper())
-    # For libraries that use loguru, which reads this when it is imported. `diagnose` would show variables' values.
-    os.environ.update(LOGURU_LEVEL=level.upper(), LOGURU_DIAGNOSE="0")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from verifiers.v1.dialects.chat import ChatDialect
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.types import SamplingConfig
 
-from prime_rl.envs import chat
-from prime_rl.envs.chat import PatientClient, chat_config
+from prime_rl.envs import verifiers_v1
+from prime_rl.envs.verifiers_v1 import PatientClient, chat_config
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BODY = {"model": "m", "messages": MESSAGES, "temperature": 1.0, "top_p": 1.0, "max_tokens": 9}
@@ -22,8 +22,8 @@ BODY = {"model": "m", "messages": MESSAGES, "temperature": 1.0, "top_p": 1.0, "m
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(chat, "FIRST_PAUSE_SECONDS", 0.002)
-    monkeypatch.setattr(chat, "LONGEST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(verifiers_v1, "FIRST_PAUSE_SECONDS", 0.002)
+    monkeypatch.setattr(verifiers_v1, "LONGEST_PAUSE_SECONDS", 0.01)
 
 
 async def ask(api, times=1, body=BODY):
@@ -50,7 +50,7 @@ async def test_what_may_pass_is_asked_again(status):
     async with ChatApi(script=lambda number, _: refusal(status) if number < 4 else None) as api:
         assert (await ask(api)).message.content == "<reversed_text>abc</reversed_text>"
     assert len(api.bodies) == 4
-    assert await refused(lambda *_: refusal(status)) == (status, chat.TRIES)
+    assert await refused(lambda *_: refusal(status)) == (status, verifiers_v1.CHAT_TRIES)
 
 
 async def test_what_another_try_does_not_change_is_told_at_once():
@@ -67,7 +67,7 @@ async def test_what_the_api_asks_to_wait_is_waited_for(monkeypatch):
     async def sleep(seconds):
         pauses.append(seconds)
 
-    monkeypatch.setattr(chat, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(verifiers_v1, "asyncio", SimpleNamespace(sleep=sleep))
     for asked in ("60", "soon"):
         async with ChatApi(script=lambda n, _, asked=asked: refusal(429, **{"Retry-After": asked}) if n == 1 else None) as api:  # fmt: skip
             await ask(api)

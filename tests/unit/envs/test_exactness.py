@@ -12,6 +12,7 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from verifiers.v1.dialects.chat import parse_message, parse_tools
 from verifiers.v1.graph import prepare_turn
 from verifiers.v1.trace import AgentInfo, ModelCall, TimeSpan, Trace, TraceTask
 
-from prime_rl.envs.conversation import Conversation, EngineClient, EngineReply
+from prime_rl.envs.conversation import Conversation, EngineClient
 from prime_rl.envs.convert import samples_of, turns_of
 from prime_rl.envs.protocol import ROLES, SampleTokens, Setup
 from prime_rl.envs.renderer import choose, tokenizer_of
@@ -82,7 +83,7 @@ class Script:
     async def context(self) -> None:
         return None
 
-    async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> EngineReply:
+    async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> SimpleNamespace:
         logprobs = [-0.25 - len(self.exchanges) - i / 64 for i in range(len(self.next))]
         self.exchanges.append((body["token_ids"], self.next, logprobs))
         content = [{"token": f"token_id:{t}", "logprob": lp} for t, lp in zip(self.next, logprobs, strict=True)]
@@ -92,7 +93,7 @@ class Script:
             choice["routed_experts"] = (
                 numpy_file(rows) if self.stock else routed_experts(rows, start, start + len(rows))
             )
-        return EngineReply(json.dumps({"choices": [choice]}).encode())
+        return SimpleNamespace(content=json.dumps({"choices": [choice]}).encode())
 
     async def close(self) -> None: ...
 

@@ -27,8 +27,19 @@ EPISODE = EpisodeResult(
     reward=0.25,
     rewards={"lcs": 0.25},
     samples=[
-        SampleTokens.of([1, 2, 70000], [False, True, True], [0.0, -0.1, -1e-12], 1, 0.25, "solver", [2, 3, 3]),
-        replace(SampleTokens.of([1], [True], [0.0], 0, 0.0), experts=RoutedExperts(bytes(range(12)), 2, 3, 2)),
+        SampleTokens(
+            array("i", [1, 2, 70000]),
+            bytes([False, True, True]),
+            array("f", [0.0, -0.1, -1e-12]),
+            1,
+            0.25,
+            "solver",
+            roles=bytes([2, 3, 3]),
+        ),
+        replace(
+            SampleTokens(array("i", [1]), bytes([True]), array("f", [0.0]), 0, 0.0),
+            experts=RoutedExperts(bytes(range(12)), 2, 3, 2),
+        ),
         SampleTokens(
             array("i", [1, 2]), b"\0\1", array("f", [0, -1]), 1, 0.0, "", 1, None, array("i", [7]), array("f", [0, -2])
         ),

@@ -50,7 +50,9 @@ def settings(seq_len: int = 100, filter_zero_advantage: bool = True, **algorithm
 def tokens(sampled: int = 3, reward: float = 0.0, agent: str = "") -> SampleTokens:
     mask = [False] * 2 + [True] * sampled
     logprobs = [-0.5 * one for one in mask]
-    return SampleTokens.of(range(10, 12 + sampled), mask, logprobs, prompt_len=2, reward=reward, agent=agent)
+    return SampleTokens(
+        array("i", range(10, 12 + sampled)), bytes(mask), array("f", logprobs), prompt_len=2, reward=reward, agent=agent
+    )
 
 
 def episode(
@@ -170,7 +172,14 @@ def sequence(scores: int = 0) -> SampleTokens:
     """user user | assistant: scaffold, sampled | tool tool | sampled | user; the first tokens have a teacher's scores."""
     roles = ["user", "user", "assistant", "assistant", "tool", "tool", "assistant", "user"]
     numbers = [ROLES.index(role) for role in roles]
-    made = SampleTokens.of(range(10, 18), MASK, [-0.5 * sampled for sampled in MASK], 3, 0.0, roles=numbers)
+    made = SampleTokens(
+        array("i", range(10, 18)),
+        bytes(MASK),
+        array("f", [-0.5 * sampled for sampled in MASK]),
+        3,
+        0.0,
+        roles=bytes(numbers),
+    )
     made.ref_logprobs = array("f", [0.0, *[-0.25] * 7][:scores]) if scores else None
     return made
 
@@ -294,7 +303,9 @@ def test_metrics_of_a_step() -> None:
 def result(tokens: list[int], reward: float = 0.0, logprob: float = -0.5, **fields: object) -> EpisodeResult:
     """A prompt of two tokens, then `tokens`."""
     mask = [False, False, *[True] * len(tokens)]
-    sample = SampleTokens.of([1, 2, *tokens], mask, [logprob * sampled for sampled in mask], 2, reward)
+    sample = SampleTokens(
+        array("i", [1, 2, *tokens]), bytes(mask), array("f", [logprob * sampled for sampled in mask]), 2, reward
+    )
     return EpisodeResult("e", "env", "task", Outcome.OK, reward=reward, samples=[sample], **fields)
 
 
@@ -330,7 +341,9 @@ def test_rules_about_an_episode(rule: dict, kept: EpisodeResult, left_out: Episo
 
 def test_prompts_do_not_count() -> None:
     """Contract: what is repeated or improbable in a prompt is not the policy's doing."""
-    sample = SampleTokens.of([7] * 100 + [1], [False] * 100 + [True], [0.0] * 100 + [-0.1], 100, 0.0)
+    sample = SampleTokens(
+        array("i", [7] * 100 + [1]), bytes([False] * 100 + [True]), array("f", [0.0] * 100 + [-0.1]), 100, 0.0
+    )
     repetition, gibberish = {"ngram": 1, "max_share": 0.0, "min_tokens": 1}, {"min_token_id": 0}
     rules = FilterConfig(repetition=repetition, gibberish=gibberish)
     assert filter_reason(rules, EpisodeResult("e", "env", "task", Outcome.OK, samples=[sample]), 1000) == ""

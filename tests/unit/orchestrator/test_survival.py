@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import random
+from array import array
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -59,7 +60,9 @@ class MixedPool(ScriptedPool):
         if group in (6, 7, 8):
             result.reward = 0.5
         if (group, number) == (9, 0):
-            result.samples = [SampleTokens.of([1, 2, 3], [False, False, True], [0.0, 0.0, -1.0], 2, 0.0)]
+            result.samples = [
+                SampleTokens(array("i", [1, 2, 3]), bytes([False, False, True]), array("f", [0.0, 0.0, -1.0]), 2, 0.0)
+            ]
         result.reward += task_index % 4 - 1.5
         result.is_truncated = (group, number) == (4, 1)
         return result

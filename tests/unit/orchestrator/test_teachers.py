@@ -2,6 +2,7 @@
 runs with teachers around a scripted engine."""
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -158,7 +159,9 @@ async def test_an_episode_gets_its_scores_or_is_none(kind: str) -> None:
         made = Teachers(OrchestratorConfig(environment={"id": "x"}, algorithm={"type": kind, **teacher}, **settings))
         await made.start(ignore)
         for outcome in (Outcome.OK, Outcome.TEACHER_UNAVAILABLE):
-            sample = SampleTokens.of([5, 10, 20], [False, True, True], [0.0, -1.0, -1.0], 1, 0.0)
+            sample = SampleTokens(
+                array("i", [5, 10, 20]), bytes([False, True, True]), array("f", [0.0, -1.0, -1.0]), 1, 0.0
+            )
             result = EpisodeResult("e", "x", "t", Outcome.OK, samples=[sample])
             await made.score("x", result, url)
             assert result.outcome is outcome
