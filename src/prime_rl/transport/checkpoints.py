@@ -42,9 +42,9 @@ def part_dir(root: Path, step: int, part: Part) -> Path:
     return step_dir(root, step) / part
 
 
-def steps_with(root: Path, part: Part) -> list[int]:
-    """Return the steps in which `part` is committed, ascending; complete checkpoints and others."""
-    return [step for step in list_steps(root) if (part_dir(root, step, part) / MANIFEST).is_file()]
+def steps_with(root: Path, *parts: Part) -> list[int]:
+    """Return the steps in which one of `parts` is committed, ascending; complete checkpoints and others."""
+    return [s for s in list_steps(root) if any((part_dir(root, s, part) / MANIFEST).is_file() for part in parts)]
 
 
 def complete_steps(root: Path) -> list[int]:
@@ -65,8 +65,7 @@ def trainer_is_alone(output_dir: Path) -> bool:
 def join(root: Path, step: int, parts: Sequence[Part], producer: str) -> None:
     """Write the joint manifest over committed parts. Its owner calls it; once complete, a checkpoint stays as it is.
 
-    Raises:
-        CommitError: a part is not committed.
+    Raises CommitError if a part is not committed.
     """
     path = step_dir(root, step) / MANIFEST
     clean_stages(path.parent, MANIFEST)  # left by an earlier incarnation of the owner
@@ -86,10 +85,8 @@ def join(root: Path, step: int, parts: Sequence[Part], producer: str) -> None:
 def choose_step(root: Path, asked: int, part: Part, max_steps: int | None = None) -> int:
     """Return the step that `part` resumes from; -1 is the newest complete checkpoint.
 
-    A step asked for by its number may hold this part alone: then only this process goes on from it.
-
-    Raises:
-        UserError: there is no such checkpoint, it is damaged or of a newer format, or it lies beyond `max_steps`.
+    A step asked for by its number may hold this part alone: then only this process goes on from it. Raises UserError if
+    there is no such checkpoint, it is damaged or of a newer format, or it lies beyond `max_steps`.
     """
     complete, own = complete_steps(root), steps_with(root, part)
     step = asked if asked in own else None
@@ -109,8 +106,7 @@ def choose_step(root: Path, asked: int, part: Part, max_steps: int | None = None
 def check(root: Path, step: int, part: Part) -> None:
     """Check that `part` of checkpoint `step` is whole, and the one that its joint manifest names.
 
-    Raises:
-        UserError: it is not, or a newer format wrote it; the message names other checkpoints.
+    Raises UserError, which names other checkpoints, if it is not, or a newer format wrote it.
     """
     directory, own = step_dir(root, step), part_dir(root, step, part)
     try:
@@ -136,7 +132,8 @@ def remove_expendable(
     """
     complete = complete_steps(root)
     expendable = {*expendable_checkpoints(complete, keep, keep_interval)}
-    expendable |= {step for step in _steps(root) if complete and step < complete[-1]}.difference(complete)
+    incomplete = set(steps_with(root, *BOTH_PARTS)).difference(complete)
+    expendable |= {step for step in incomplete if complete and step < complete[-1]}
     for step in sorted(expendable.difference(in_progress)):
         prune(step_dir(root, step))
 
@@ -147,16 +144,11 @@ def supersede_after(root: Path, step: int, incarnation: int) -> list[Path]:
     They are not deleted, in case `step` was a mistake: they can be renamed back by hand.
     """
     renamed = []
-    for directory in (step_dir(root, number) for number in _steps(root) if number > step):
+    for directory in (step_dir(root, number) for number in steps_with(root, *BOTH_PARTS) if number > step):
         faults.point(f"set-aside:{subject_of(directory)}")
         with disk_errors(directory, "it stays as it is"):
             renamed.append(directory.rename(root / f"given_up_{incarnation}_{directory.name}"))
     return renamed
-
-
-def _steps(root: Path) -> list[int]:
-    """Return the steps that hold a part, ascending."""
-    return sorted({step for part in BOTH_PARTS for step in steps_with(root, part)})
 
 
 def clean(root: Path, part: Part) -> None:
@@ -172,17 +164,13 @@ def clean(root: Path, part: Part) -> None:
 def recoverable(root: Path, recovery: Path, incarnations: Mapping[int, int]) -> Iterator[tuple[int, Path, str | None]]:
     """Yield committed states that a trainer may recover from, newest first: parts of checkpoints, and recovery checkpoints.
 
-    States that a later incarnation superseded are left out.
+    States that a later incarnation superseded are left out. Each comes as its step, its directory, and what is wrong
+    with it (None: its bytes are the ones that were committed). Raises UserError if a newer version of this program
+    wrote one: to skip it would lose its steps.
 
     Args:
         recovery: The directory of the recovery checkpoints.
         incarnations: The trainer's incarnations and the steps they started from.
-
-    Yields:
-        Step, directory, and what is wrong with it (None: its bytes are the ones that were committed).
-
-    Raises:
-        UserError: a newer version of this program wrote one: to skip it would lose its steps.
     """
     states = [(step, part_dir(root, step, "trainer")) for step in steps_with(root, "trainer")]
     states += [(step, step_dir(recovery, step)) for step in list_steps(recovery)]

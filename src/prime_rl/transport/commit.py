@@ -6,6 +6,7 @@ what does not is ignored and cleaned.
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -29,12 +30,10 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 UNSYNCED_BYTES = 64 << 20
 """Of a large file, in the page cache at most: on ext4 any other fsync waits until these are written."""
-_CHUNK = 1 << 22
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)", re.ASCII)  # as we write it: `step_007` is not ours
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY, errno.EISDIR)
 _FAILED = (
-    errno.EACCES, errno.EPERM, errno.EROFS, *_IN_THE_WAY,
+    errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, *_IN_THE_WAY,
     errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN, errno.ENOTCONN, errno.EFBIG,
 )  # fmt: skip
 _NOT_DURABLE = "it is committed, but a power cut may undo that"
@@ -97,12 +96,10 @@ class Stage:
     ) -> None:
         """Make everything durable and rename it to its final name.
 
+        Raises CommitError if something stands under `final` already, UserError if the disk fails, is full or read-only.
+
         Args:
             hashes: Known hashes by relative file name; the others are computed from the files' bytes.
-
-        Raises:
-            CommitError: something stands under `final` already.
-            UserError: the disk is full, fails, or may not be written to.
         """
         subject, hashes = subject_of(self.final), hashes or {}
         with disk_errors(self.path):
@@ -172,8 +169,6 @@ def disk_errors(path: Path, outcome: str = "nothing was committed") -> Iterator[
         yield
     except OSError as error:
         place = path if error.filename is None or isinstance(error.filename, int) else error.filename
-        if error.errno in _FULL:
-            raise UserError(f"disk full while writing {place}: {outcome}; free space and start again") from error
         if error.errno in _FAILED:
             raise UserError(
                 f"{place} cannot be written ({error.strerror}): {outcome}, and what was committed before is untouched"
@@ -184,9 +179,8 @@ def disk_errors(path: Path, outcome: str = "nothing was committed") -> Iterator[
 def read_manifest(directory: Path) -> Manifest:
     """Read a committed directory's manifest.
 
-    Raises:
-        CommitError: there is none, it cannot be read, or it is of another step than its directory's name says.
-        FormatError: a newer format wrote it.
+    Raises CommitError if there is none, it cannot be read, or it is of another step than its directory's name says;
+    its subclass FormatError if a newer format wrote it.
     """
     path = directory / MANIFEST
     try:
@@ -253,28 +247,18 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def hash_file(path: Path) -> str:
     """Return the xxh3-128 of a file's bytes, as hex."""
-    digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while block := file.read(_CHUNK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def list_steps(parent: Path) -> list[int]:
     """Return the numbers of the committed `step_N` directories under `parent`, ascending. A missing parent has none.
 
-    To wait for a step, poll this, not its path: NFS caches failed lookups.
-
-    Raises:
-        UserError: `parent` cannot be listed.
+    To wait for a step, poll this, not its path: NFS caches failed lookups. Raises UserError if it cannot be listed.
     """
-    return sorted(n for entry in _entries(parent) if (n := step_number(entry.name)) is not None and entry.is_dir())
-
-
-def _entries(parent: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(parent) as entries:
-            return list(entries)
+            return sorted(n for entry in entries if (n := step_number(entry.name)) is not None and entry.is_dir())
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -311,9 +295,9 @@ def clean_stages(parent: Path, name: str = "") -> None:
 
     Only for the producer of what is cleaned, while no other writer of it is alive.
     """
-    for entry in _entries(parent):
-        if entry.name.startswith(f".{name}") and (".tmp-" in entry.name or ".old-" in entry.name):
-            remove(parent / entry.name)
+    for mark in (".tmp-", ".old-"):
+        for path in parent.glob(f".{name}*{mark}*"):
+            remove(path)
 
 
 def remove(path: Path) -> None:

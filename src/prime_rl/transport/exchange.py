@@ -334,13 +334,12 @@ class Subscriber:
     def receive(self, manifest: WeightsManifest, buffer: Tensor, progress: Callable[[], None] = lambda: None) -> str:
         """Fill `buffer` with a version and return the backend.
 
+        Raises ExchangeError if the publisher holds another version, is unreachable, refuses, or misses its deadline.
+
         Args:
             buffer: uint8 [B] laid out by `layout`, on a CPU or a GPU; written by work on the current stream, which is
                 complete at return.
             progress: Called between blocks; what it raises ends the transfer.
-
-        Raises:
-            ExchangeError: the publisher holds another version, is unreachable, refuses, or misses its deadline.
         """
         assert manifest.publisher is not None
         channel, key = self._channel, (manifest.publisher, buffer.is_cuda)
@@ -536,9 +535,7 @@ def shared_buffer(size: int, device: torch.device) -> tuple[Tensor, str | None]:
     The driver allocates the memory: segments of torch's allocator, which can grow, cannot be shared. If the driver does
     not share memory (in some containers), the handle is None.
     """
-    from cuda.bindings import runtime  # comes with torch for GPUs
-
-    with _current_device(device):
+    with _current_device(device) as runtime:
         torch.cuda.empty_cache()  # give torch's cached blocks back to the driver
         failed, address = runtime.cudaMalloc(max(-(-size // _GRANULARITY), 1) * _GRANULARITY)
         if failed:
@@ -551,11 +548,9 @@ def shared_buffer(size: int, device: torch.device) -> tuple[Tensor, str | None]:
 @contextmanager
 def opened(handle: str, size: int, device: torch.device) -> Iterator[Tensor]:
     """Memory that another process on this GPU shares. It is unmapped at once: a mapping outlives a dead trainer."""
-    from cuda.bindings import runtime
-
-    native = runtime.cudaIpcMemHandle_t()
-    ctypes.memmove(native.getPtr(), bytes.fromhex(handle).ljust(_HANDLE_BYTES, b"\0"), _HANDLE_BYTES)
-    with _current_device(device):
+    with _current_device(device) as runtime:
+        native = runtime.cudaIpcMemHandle_t()
+        ctypes.memmove(native.getPtr(), bytes.fromhex(handle).ljust(_HANDLE_BYTES, b"\0"), _HANDLE_BYTES)
         failed, address = runtime.cudaIpcOpenMemHandle(native, runtime.cudaIpcMemLazyEnablePeerAccess)
     if failed:
         _ipc_failed.append(str(failed.name))
@@ -574,13 +569,13 @@ def _uuid(device: torch.device) -> str:
 
 
 @contextmanager
-def _current_device(device: torch.device) -> Iterator[None]:
-    """Make a device the current one of torch and of the bindings, which keep one each."""
-    from cuda.bindings import runtime
+def _current_device(device: torch.device) -> Iterator[Any]:
+    """Make a device the current one of torch and of CUDA's bindings, which keep one each. Yields these bindings."""
+    from cuda.bindings import runtime  # comes with torch for GPUs
 
     with torch.cuda.device(device):
         runtime.cudaSetDevice(torch.cuda.current_device())
-        yield
+        yield runtime
 
 
 def _tensor(address: int, size: int, device: torch.device) -> Tensor:
@@ -601,9 +596,6 @@ def checksums(buffer: Tensor, ranges: Mapping[str, tuple[int, int]]) -> dict[str
         buffer: uint8 [B], on any device, with zeros between two tensors.
         ranges: The start of each tensor, a multiple of `ALIGNMENT`, and its size, both in bytes.
     """
-    names = list(ranges)
-    if not names:
-        return {}
     device = buffer.device
     starts = torch.tensor([start // ALIGNMENT for start, _ in ranges.values()], device=device)
     stops = torch.tensor([-(-(start + size) // ALIGNMENT) for start, size in ranges.values()], device=device)
@@ -616,7 +608,7 @@ def checksums(buffer: Tensor, ranges: Mapping[str, tuple[int, int]]) -> dict[str
     weighted = rows * _odd(_mix(place - starts[tensor] + 1))
     total = torch.cat([weighted.new_zeros(1), weighted.cumsum(0)])
     sums = (total[stops] - total[starts]).tolist()
-    return {name: f"{value % (1 << 64):016x}" for name, value in zip(names, sums, strict=True)}
+    return {name: f"{value % (1 << 64):016x}" for name, value in zip(ranges, sums, strict=True)}
 
 
 def _mix(values: Tensor) -> Tensor:

@@ -21,8 +21,7 @@ _LEASE = "leases/orchestrator.json"
 def read_incarnations(output_dir: Path) -> dict[int, int]:
     """Return every incarnation that was opened, and the step it started from.
 
-    Raises:
-        CommitError: an incarnation file is damaged. They are renamed into place, so something other than us wrote it.
+    Raises CommitError if a file is damaged. They are renamed into place, so something other than us wrote it.
     """
     incarnations = {}
     for path in (output_dir / "incarnations").glob("*.json"):

@@ -124,15 +124,14 @@ def prunable(
 ) -> list[int]:
     """Return the versions that nobody needs any more, ascending.
 
+    Never the base, never the newest, never a version that a reader holds or that a kept checkpoint needs. Nothing while
+    a reader has not acknowledged the newest incarnation: it may still have to go back to its start.
+
     Args:
         lease: What readers hold; None if there are none.
         async_level: Steps that sampling may run ahead.
         keep: Versions kept beyond what is needed; None keeps all.
         checkpoints: Kept checkpoints and the one that is being saved; each needs the versions `[N - async_level, N]`.
-
-    Returns:
-        Never the base, never the newest, never a version that a reader holds or that a kept checkpoint needs. Nothing
-        while a reader has not acknowledged the newest incarnation: it may still have to go back to its start.
     """
     incarnation, valid_now = current_incarnation(incarnations), valid_versions(versions, incarnations)
     if keep is None or not valid_now:

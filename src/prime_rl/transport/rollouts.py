@@ -7,7 +7,6 @@ map over a file that is pruned on a network file system kills the process. pyarr
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +77,8 @@ class Sample:
 def as_array(values: "Sequence[Any] | npt.NDArray[Any]", dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Return `values` as a flat array. A mask may be bytes.
 
-    A list of Python numbers is read by `struct` or `bytes`, ten times as fast as by numpy.
-
-    Raises:
-        ValueError: a number of a list is too large, or of another kind (a float for an integer).
-        TypeError: an array is of another kind.
+    A list of Python numbers is read by `struct` or `bytes`, ten times as fast as by numpy. Raises ValueError if a
+    number of a list is too large, or of another kind (a float for an integer), TypeError if an array is of another kind.
     """
     wanted = np.dtype(dtype)
     if isinstance(values, bytes):
@@ -112,15 +108,8 @@ def write_batch(
     """Commit the samples of one step under `root`.
 
     The manifest lists the sample ids, and each sample's length and number of loss tokens, so that packing need not
-    open the file.
-
-    Args:
-        extra: More entries of the manifest.
-
-    Raises:
-        ValueError: a sample's streams do not fit its tokens.
-        CommitError: the step is committed already.
-        UserError: the disk is full.
+    open the file, and the entries of `extra`. Raises ValueError if a sample's streams do not fit its tokens,
+    CommitError if the step is committed already, UserError if the disk is full.
     """
     columns = {field.name: [getattr(sample, field.name) for sample in samples] for field in SCHEMA}
     for name in (*_STREAMS, "policy_versions"):
@@ -186,18 +175,14 @@ def _value(scalar: pa.Scalar) -> Any:
 
 
 class RolloutBatch:
-    """A committed batch. Lengths come from the manifest; rows are read when asked for."""
+    """A committed batch. `lengths` [samples], in tokens, come from the manifest; rows are read when asked for."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory, self.manifest, self.step = directory, manifest, manifest.step
+        self.lengths = np.asarray(manifest.extra["lengths"], dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    @cached_property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each sample, shape [samples]."""
-        return np.asarray(self.manifest.extra["lengths"], dtype=np.int64)
 
     def group_ids(self) -> list[str]:
         """Return the group of each sample; reads only that column."""

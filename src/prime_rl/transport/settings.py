@@ -6,6 +6,7 @@ Each process commits its own as `settings/<process>.json`, and refuses to start 
 import json
 import os
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from operator import attrgetter
@@ -64,14 +65,13 @@ def check_and_commit(config: BaseConfig, process: Party) -> None:
 def compare(config: BaseConfig, process: Party, *, gone: bool = True) -> ProcessSettings:
     """Return the settings of this process, compared with those of its partners, with `gone` also of former ones.
 
-    Raises:
-        UserError: one differs; the key and both values are named. Or another trainer, or orchestrator, is running in
-            this run.
+    Raises UserError if one differs, naming the key and both values, or if another trainer, or orchestrator, is running
+    in this run.
     """
     itself, settings, output_dir = me(), _shared(config, process), config.output_dir
     mine = ProcessSettings(process, itself.pid, itself.started, this_host(), time.time(), settings)
-    for partner in _committed(output_dir):
-        running, where = _is_running(output_dir, partner), f"(pid {partner.pid} on {partner.host})"
+    for partner, running in _committed(output_dir):
+        where = f"(pid {partner.pid} on {partner.host})"
         if not (running or gone):
             continue
         if partner.process == process:
@@ -111,9 +111,15 @@ def _shared(config: BaseConfig, process: Party) -> dict[str, Any]:
     return settings
 
 
-def _committed(output_dir: Path) -> list[ProcessSettings]:
-    records = [read_record(ProcessSettings, path) for path in sorted((output_dir / "settings").glob("*.json"))]
-    return [record for record in records if record is not None]
+def _committed(output_dir: Path) -> Iterator[tuple[ProcessSettings, bool]]:
+    """Yield what each process committed, and whether it is still running."""
+    for path in sorted((output_dir / "settings").glob("*.json")):
+        if (record := read_record(ProcessSettings, path)) is not None:
+            status = read_status(output_dir).get(record.process)
+            if status is not None and (status.id, status.host) == (record.id, record.host):
+                yield record, _is_live(status)
+            else:
+                yield record, _is_believed_alive(record.id, record.host, record.time + _START_SECONDS)
 
 
 def dry_path(output_dir: Path, name: str) -> Path:
@@ -140,16 +146,8 @@ def suggestions(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
 def running_processes(output_dir: Path) -> set[str]:
     """Return the names of the other processes that are running in a run directory."""
     statuses = read_status(output_dir).items()
-    names: set[str] = {one.process for one in _committed(output_dir) if _is_running(output_dir, one)}
+    names: set[str] = {record.process for record, running in _committed(output_dir) if running}
     return names | {name.partition(".")[0] for name, status in statuses if _is_live(status)}
-
-
-def _is_running(output_dir: Path, partner: ProcessSettings) -> bool:
-    """Whether the process that committed these settings is still running."""
-    status = read_status(output_dir).get(partner.process)
-    if status is not None and (status.id, status.host) == (partner.id, partner.host):
-        return _is_live(status)
-    return _is_believed_alive(partner.id, partner.host, partner.time + _START_SECONDS)
 
 
 def _is_live(status: ProcessStatus) -> bool:

@@ -391,7 +391,7 @@ def test_background_failure_is_heard_at_a_following_step(run: Run, tmp_path: Pat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(faults, "point", full)
-        with pytest.raises(UserError, match="disk full while writing .*checkpoints/step_1"):
+        with pytest.raises(UserError, match="checkpoints/step_1.* cannot be written .No space left on device"):
             run(max_steps=40, recovery_interval=None, ckpt={"interval": 1, "save_async": True})
     assert list_steps(tmp_path / "weights")[-1] < 40
     assert not list((tmp_path / "checkpoints").glob("step_*/*"))
