@@ -225,9 +225,8 @@ class Evaluation:
         that was named, or all of them but the base."""
         config, evaluated = self._config, {results.version for results in self.results}
         skipped = {v: why for v, why in sorted(self.skipped.items()) if v not in evaluated}
-        lines = [f"version {v} was not evaluated: {why}" for v, why in skipped.items()]
-        if not config.steps and evaluated - {BASE}:
-            lines = []
+        needed = config.steps or not evaluated - {BASE}
+        lines = [f"version {v} was not evaluated: {why}" for v, why in skipped.items() if needed]
         lines = lines or [why for results in self.results if (why := results.trouble(config.max_error_rate))]
         if lines:
             raise UserError("; ".join(lines))

@@ -16,10 +16,7 @@ _DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 def check_model(name: str, *, weights: bool = True) -> None:
-    """Raises UserError for a local directory that is missing or is no model. Hub names are looked up by the processes.
-
-    Without `weights` (fake data, which takes random ones) the directory need not hold any.
-    """
+    """Raises UserError for a local directory that is missing, is no model or, unless not `weights`, holds no weights."""
     if (path := checks.local_model(name)) is not None:
         if "model_type" not in checks.read_json(path / "config.json"):
             raise UserError(f"{path / 'config.json'} describes no model: it has no model_type")

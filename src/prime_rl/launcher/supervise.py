@@ -47,8 +47,7 @@ class ChildState(Enum):
     """State of a supervised process."""
 
     PENDING = auto()  # is started once it is due
-    STARTING = auto()
-    READY = auto()  # by its own status
+    RUNNING = auto()  # not reaped yet
     ENDED = auto()
 
 
@@ -118,12 +117,12 @@ class SupervisedChild:
         with self.spec.log.open("ab") as log:
             self._log_start = log.tell()  # bytes that earlier incarnations wrote
             self.process = Child([*self.spec.argv, *self.options], env, log)
-        self.state, self.began, self.watched_since = ChildState.STARTING, time.monotonic(), time.time()
-
-    @property
-    def running(self) -> bool:
-        """Whether it was started, and has not been reaped."""
-        return self.state in (ChildState.STARTING, ChildState.READY)
+        self.state, self.ready, self.began, self.watched_since = (
+            ChildState.RUNNING,
+            False,
+            time.monotonic(),
+            time.time(),
+        )
 
     def interrupt(self) -> None:
         """Ask it to finish: SIGINT to itself, or to torchrun's ranks, whose agent would kill them soon after."""
@@ -210,7 +209,7 @@ class Supervisor:
         while True:  # bounded: as long as the run; every process is watched for stalls
             gap, last = time.time() - last, time.time()
             for child in self._children.values():
-                if child.running and abs(gap) > _MAX_LOOK_SECONDS:
+                if child.state is ChildState.RUNNING and abs(gap) > _MAX_LOOK_SECONDS:
                     child.watched_since = last  # perhaps it was suspended together with us
                 awaited = [self._children[name] for name in child.spec.after_ready]
                 # A server that never serves ends the run, or the run goes on without it.
@@ -240,7 +239,7 @@ class Supervisor:
         return any(child.is_job and child.state is not ChildState.ENDED for child in self._children.values())
 
     def _running(self) -> list[SupervisedChild]:
-        return [child for child in self._children.values() if child.running]
+        return [child for child in self._children.values() if child.state is ChildState.RUNNING]
 
     def _reap_ended(self) -> Iterator[tuple[SupervisedChild, int]]:
         """Yield what has ended since the last look, and its exit status."""
@@ -257,8 +256,8 @@ class Supervisor:
     def _note_ready(self, child: SupervisedChild, statuses: Mapping[str, ProcessStatus]) -> None:
         """Record that this incarnation is ready, by its own status (that of the one before was removed)."""
         status = statuses.get(child.name)
-        if child.state is ChildState.STARTING and status is not None and status.ready is not None:
-            child.state, child.was_ready = ChildState.READY, True
+        if not child.ready and status is not None and status.ready is not None:
+            child.ready = child.was_ready = True
             if child.server is not None:
                 self._say(f"{child.name} ready in {time.monotonic() - child.began:.1f} s ({child.server.url})")
 
@@ -286,7 +285,7 @@ class Supervisor:
 
     def _stall_reason(self, child: SupervisedChild, statuses: Mapping[str, ProcessStatus], now: float) -> str | None:
         timeout = self._policy.stall_timeout if child.server is None else child.server.ready_timeout
-        waited_for = child.name not in statuses if child.is_job else child.state is ChildState.STARTING
+        waited_for = child.name not in statuses if child.is_job else not child.ready
         if waited_for and now - child.watched_since > timeout:
             return f"is not ready after {timeout:.0f} s"
         own = {key: status for key, status in statuses.items() if key.partition(".")[0] == child.name}
@@ -350,7 +349,7 @@ class Supervisor:
                 if child.state is ChildState.PENDING:
                     child.state = ChildState.ENDED
                     say_for(self._output_dir, child.name, "stopped")
-                elif child.running and child.is_job:
+                elif child.state is ChildState.RUNNING and child.is_job:
                     child.interrupt()
         for child, status in self._reap_ended():
             reason = describe_exit(status)
@@ -373,7 +372,7 @@ class Supervisor:
             self._say(f"stopping {', '.join(child.name for child in running)}")
         for child in running:
             # A server that is still loading hears no SIGTERM and has nothing to lose.
-            loading = child.server is not None and child.state is ChildState.STARTING and self._drain_deadline is None
+            loading = child.server is not None and not child.ready and self._drain_deadline is None
             child.process.signal(signal.SIGKILL if loading else signal.SIGTERM)
         with suppress(WaitTimeout):
             wait(
