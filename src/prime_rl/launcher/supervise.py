@@ -117,12 +117,8 @@ class SupervisedChild:
         with self.spec.log.open("ab") as log:
             self._log_start = log.tell()  # bytes that earlier incarnations wrote
             self.process = Child([*self.spec.argv, *self.options], env, log)
-        self.state, self.ready, self.began, self.watched_since = (
-            ChildState.RUNNING,
-            False,
-            time.monotonic(),
-            time.time(),
-        )
+        self.state, self.ready = ChildState.RUNNING, False
+        self.began, self.watched_since = time.monotonic(), time.time()
 
     def interrupt(self) -> None:
         """Ask it to finish: SIGINT to itself, or to torchrun's ranks, whose agent would kill them soon after."""
