@@ -202,14 +202,11 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def verify(directory: Path, *, unhashed: Collection[str] = (), manifest: Manifest | None = None) -> Manifest:
-    """Check that every file of the manifest is there with its size and its hash.
+    """Check that every file of the manifest is there with its size and its hash. CommitError names one that is not.
 
     Args:
         unhashed: Names of files whose sizes alone are checked.
         manifest: The manifest, if it was read already.
-
-    Raises:
-        CommitError: naming the file that differs.
     """
     manifest = manifest or read_manifest(directory)
     for name, expected in manifest.files.items():

@@ -78,7 +78,7 @@ def as_array(values: "Sequence[Any] | npt.NDArray[Any]", dtype: npt.DTypeLike) -
     """Return `values` as a flat array. A mask may be bytes.
 
     A list of Python numbers is read by `struct` or `bytes`, ten times as fast as by numpy. Raises ValueError if a
-    number of a list is too large, or of another kind (a float for an integer), TypeError if an array is of another kind.
+    number of a list is too large or of another kind (a float for an integer), TypeError if an array is of another kind.
     """
     wanted = np.dtype(dtype)
     if isinstance(values, bytes):
@@ -205,14 +205,11 @@ class RolloutBatch:
 
 
 def open_batch(directory: Path, *, check_bytes: bool = True) -> RolloutBatch:
-    """Open a committed batch.
+    """Open a committed batch. Raises CommitError if it is not committed or its file differs from the manifest.
 
     Args:
         check_bytes: Compare the file's hash with the manifest. One reader per host is enough; the others check the
             size only.
-
-    Raises:
-        CommitError: it is not committed or its file differs from the manifest.
     """
     manifest = verify(directory, unhashed=() if check_bytes else (FILE,))
     if FILE not in manifest.files:
