@@ -202,7 +202,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def verify(directory: Path, *, unhashed: Collection[str] = (), manifest: Manifest | None = None) -> Manifest:
-    """Check that every file of the manifest is there with its size and its hash. CommitError names one that is not.
+    """Raise CommitError, naming the file, unless every file of the manifest is there with its size and its hash.
 
     Args:
         unhashed: Names of files whose sizes alone are checked.
