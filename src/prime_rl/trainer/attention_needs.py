@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
+from transformers.integrations import hub_kernels
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -86,6 +87,7 @@ def examine(lm: PreTrainedModel, name: str, tokens: int | None = None, mixers: C
     patches: list[tuple[Any, str, Any]] = [
         (masking_utils, "find_packed_sequence_indices", lambda _: None),
         (masking_utils, "chunked_overlay", lambda size, _: overlay(size, torch.zeros(1, dtype=torch.long))),
+        (hub_kernels, "is_torchdynamo_exporting", lambda: True),  # kernels for GPUs: torch's own operations instead
         (F, "grouped_mm", lambda rows, weight, **_: rows.new_empty(rows.shape[0], weight.shape[-1])),
     ]
     for module in (module for module in lm.modules() if getattr(module, "rope_type", None)):
