@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -313,7 +313,7 @@ class Difference:
     """How far the trainer is from transformers: nats of a loss token at most, packed and alone, and the largest error
     of a gradient relative to its largest element.
 
-    `unwritten` are the names of tensors in the model's files that the trainer's exports would not have.
+    `unwritten` are the names of tensors in the model's files that the trainer's exports would not have, or not so.
     """
 
     logprob: float
@@ -346,7 +346,7 @@ def transformers_outcome(directory: Path, documents: Sequence[Document], attenti
 def trainer_outcomes(
     directory: Path, documents: Sequence[Document], world: World
 ) -> tuple[Outcome, Outcome, tuple[str, ...]]:
-    """Of the trainer as users start it, packed and one document at a time, and the files' tensors that its exports would not have."""
+    """Of the trainer as users start it, packed and one document at a time, and the files' tensors that its exports would not have so."""
     tokens = sum(len(document.input_ids) for document in documents)
     source = find_model(str(directory))
     policy = build_policy(source, TrainerModel(head_chunk=7), world, tokens=tokens)
@@ -371,12 +371,12 @@ def trainer_outcomes(
 
     packed = run([documents], in_one_pass=True)
     alone = run([[document] for document in documents], in_one_pass=False)
-    written = {tensor.name for tensor in stored_tensors(policy)}
-    stored: set[str] = set()
+    written = {tensor.name: tensor.local(world)[0] for tensor in stored_tensors(policy)}
+    stored = dict[str, Tensor]()
     for path in directory.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            stored |= set(file.keys())
-    return packed, alone, tuple(sorted(stored - written))
+        stored |= load_file(path)
+    unwritten = [name for name in stored if name not in written or not torch.equal(written[name], stored[name])]
+    return packed, alone, tuple(sorted(unwritten))
 
 
 def is_computable(directory: Path) -> bool:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from conftest import make_tiny_model
 from prime_rl import wait
@@ -119,45 +118,6 @@ def hashes(output_dir: Path) -> dict[int, str]:
     """Of every committed version."""
     weights = output_dir / "weights"
     return {step: weights_manifest(weights / f"step_{step}").hash for step in list_steps(weights)}
-
-
-CHANGED_LOGITS: dict[str, dict[str, object]] = {
-    "granite": {"logits_scaling": 8.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
-    "cohere": {"logit_scale": 0.0625},
-    "cohere2": {"logit_scale": 0.0625},
-    "gemma2": {"attn_logit_softcapping": None, "final_logit_softcapping": 2.0},
-    "gemma3_text": {"final_logit_softcapping": 2.0},
-    "phi": {},  # a bias
-}
-"""Model types whose own forward changes the logits after the head, with the settings that make a tiny model do so."""
-
-
-def make_model_of(directory: Path, model_type: str, *, tied: bool = True, tokenizer_of: Path | None = None) -> Path:
-    """A random model of a type in `CHANGED_LOGITS`, of large weights (logits of 1 to 10), with another's tokenizer."""
-    config = AutoConfig.for_model(
-        model_type, vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128, initializer_range=0.2,
-        tie_word_embeddings=tied, bos_token_id=None, eos_token_id=None, pad_token_id=None, **CHANGED_LOGITS[model_type],
-    )  # fmt: skip
-    torch.manual_seed(0)
-    lm = AutoModelForCausalLM.from_config(config)
-    if lm.lm_head.bias is not None:
-        torch.nn.init.normal_(lm.lm_head.bias)
-    lm.save_pretrained(directory)
-    if tokenizer_of is not None:
-        AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(directory)
-    return directory
-
-
-def own_logprobs(lm: nn.Module, documents: list[Document]) -> torch.Tensor:
-    """The log-probabilities of the documents' loss tokens by a transformers model's own forward, one document at a time."""
-    logprobs = []
-    for document in documents:
-        ids = torch.tensor(document.input_ids)
-        logits = lm(ids[None]).logits[0, :-1] / document.temperature
-        logp = torch.log_softmax(logits, -1).gather(1, ids[1:, None]).squeeze(1)
-        logprobs.append(logp[torch.tensor(document.loss_mask[1:])])
-    return torch.cat(logprobs)
 
 
 def make_sample(rng: np.random.Generator, name: str, tokens: int, temperature: float = 0.7) -> Sample:

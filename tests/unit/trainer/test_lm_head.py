@@ -43,40 +43,28 @@ def ppo_with_entropy(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple
 FORMS = [PLAIN, HeadForm(scale=0.0625), HeadForm(cap=2.5), HeadForm(8.0, 30.0)]
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 20, 64])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
 def test_scale_cap_and_bias_equal_those_of_full_logits(
-    form: HeadForm, biased: bool, dtype: torch.dtype, tolerance: float
+    form: HeadForm, biased: bool, chunk: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Values and gradients of hidden states, weight and bias, in one pass and in two, are those of logits that were
-    scaled and capped before the temperature."""
+    """Values and gradients of hidden states, weight and bias, in one pass and in two, whatever the chunk, are those of
+    the whole [tokens, vocabulary] matrix of logits that were scaled and capped before the temperature."""
     head = inputs(20, dtype, vocabulary=101, width=16)
     bias = torch.linspace(-1, 1, 101, dtype=dtype, requires_grad=True) if biased else None
     leaves = [*head[:2], *([] if bias is None else [bias])]
     streams = torch.rand(2, 20, dtype=dtype, generator=torch.Generator().manual_seed(2))
-    want, _ = ppo_with_entropy(*full(*head, bias, form), streams)
-    two, _ = ppo_with_entropy(*logprob_entropy(*head, 7, bias_V=bias, form=form), streams)
-    one, _ = fused_token_loss(*head, streams, ppo_with_entropy, 7, bias_V=bias, form=form)
+    of_full, of_chunks = full(*head, bias, form), logprob_entropy(*head, chunk, bias_V=bias, form=form)
+    torch.testing.assert_close(torch.stack(of_chunks), torch.stack(of_full), atol=tolerance, rtol=tolerance)
+    want, two = (ppo_with_entropy(*values, streams)[0] for values in (of_full, of_chunks))
+    one, _ = fused_token_loss(*head, streams, ppo_with_entropy, chunk, bias_V=bias, form=form)
     want_grads = torch.autograd.grad(want, leaves)
     for loss in (one, two):
         got = loss, *torch.autograd.grad(loss, leaves)
         for a, b in zip(got, (want, *want_grads), strict=True):
             torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize("chunk", [1, 4, 20, 64])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-def test_equals_full_logits(chunk: int, dtype: torch.dtype, tolerance: float) -> None:
-    """Values and gradients equal log_softmax over the whole [tokens, vocabulary] matrix, whatever the chunk."""
-    args = inputs(20, dtype, vocabulary=101, width=16)
-    want = full(*args)
-    upstream = torch.randn(2, 20, dtype=dtype, generator=torch.Generator().manual_seed(2))
-    want_grads = torch.autograd.grad((torch.stack(want) * upstream).sum(), args[:2])
-    got = logprob_entropy(*args, chunk)
-    got_grads = torch.autograd.grad((torch.stack(got) * upstream).sum(), args[:2])
-    for a, b in zip((*got, *got_grads), (*want, *want_grads), strict=True):
-        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("chunk", [3, 64])

@@ -1,4 +1,5 @@
-"""The policy: packing, checkpointing and compiling change nothing; what does not fit is refused in one line."""
+"""The policy: what its head is read from, gradients of one rank, weights that are freed; what does not fit is refused in
+one line. (`test_architectures.py`: packing changes nothing.)"""
 
 import shutil
 from collections.abc import Callable
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, PersimmonConfig, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from prime_rl.config.trainer import TrainerModel
@@ -22,29 +23,11 @@ from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import find_model
 from support import trainer as support
+from support.architectures import build_reference, tiny_config
 
 gradients = support.gradients
 
 CPU = torch.device("cpu")
-LENGTHS = (17, 2, 40, 1, 9)
-
-
-def test_packed_equals_unpacked_equals_transformers(each_model: Path, make_policy: Callable[..., Policy]) -> None:
-    """Packed documents give the log-probabilities and gradients of one document at a time, and those of transformers'
-    own model."""
-    policy = make_policy(each_model, head_chunk=7)
-    documents = support.random_documents(LENGTHS)
-    packed = policy(to_device(collate(documents, 1), CPU))
-    single = [policy(to_device(collate([d], 1), CPU)) for d in documents]
-    for a, b in zip(packed, zip(*single, strict=True), strict=True):
-        torch.testing.assert_close(a, torch.cat(b), atol=1e-5, rtol=1e-5)
-
-    theirs = AutoModelForCausalLM.from_pretrained(each_model, dtype=torch.float32)
-    torch.testing.assert_close(packed[0], support.own_logprobs(theirs, documents), atol=2e-5, rtol=1e-5)
-
-    together, apart = gradients(policy, [documents]), gradients(policy, [[d] for d in documents])
-    for name, gradient in together.items():
-        torch.testing.assert_close(gradient, apart[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
 def change_logits(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
@@ -146,12 +129,7 @@ def test_gradients_of_a_single_rank_have_the_bits_of_torchs(
 
 def test_a_last_norm_of_another_name(make_policy: Callable[..., Policy], tmp_path: Path) -> None:
     """Persimmon's last norm is no part of the root, whose weights are freed before backward."""
-    config = PersimmonConfig(
-        vocab_size=support.VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=128, initializer_range=0.2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    build_reference(tiny_config("persimmon"), tmp_path)
     groups = [support.random_documents((17, 30)), support.random_documents((25,))]
     freed, kept = (make_policy(tmp_path, reshard_after_forward=reshard) for reshard in (True, False))
     want = gradients(kept, groups)

@@ -1,7 +1,5 @@
-"""Experts of every family: routed in float32 and computed in groups; the same as transformers' own, which loop over them;
-their files are those of the family."""
+"""Experts of every family: routed in float32, chosen once, compiled once; their files are those of the family."""
 
-import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -10,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl.errors import UserError
 from prime_rl.trainer import moe, parameters, router_replay
@@ -21,65 +19,25 @@ from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import collate, to_device
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.parameters import StoredTensor, initialize_buffers, load_weights
+from prime_rl.trainer.parameters import StoredTensor
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_copy import WeightCopy
 from support import trainer as support
+from support.architectures import LENGTHS, tiny_config
 
 CPU = torch.device("cpu")
-LENGTHS = (17, 2, 40, 1, 9)
-SHAPE = {
-    "vocab_size": support.VOCABULARY, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "initializer_range": 0.2,
-    "num_experts_per_tok": 2, "tie_word_embeddings": False,
-}  # fmt: skip
-LATENT = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-    "num_key_value_heads": 4,
-}  # fmt: skip
-GROUPS = {
-    "n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2, "n_shared_experts": 1,
-    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
-}  # fmt: skip
-DELTA = {
-    "num_experts": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {**GROUPS, **LATENT, "topk_method": "group_limited_greedy"},
-    "deepseek_v3": {**GROUPS, **LATENT},
-    "dots1": GROUPS,
-    "ernie4_5_moe": {
-        "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1,
-        "moe_layer_start_index": 1,
-    },
-    "glm4_moe": GROUPS,
-    "gpt_oss": {"num_local_experts": 8},
-    "granitemoe": {"num_local_experts": 8},
-    "granitemoeshared": {"num_local_experts": 8, "shared_intermediate_size": 24},
-    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
-    "lfm2_moe": {
-        "num_experts": 8, "moe_intermediate_size": 16, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"],
-    },
-    "minimax_m2": {"num_local_experts": 8},
-    "mixtral": {"num_local_experts": 8},
-    "nemotron_h": {"n_routed_experts": 8, "moe_intermediate_size": 16},
-    "olmoe": {"num_experts": 8},
-    "phimoe": {"num_local_experts": 8},
-    "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
-    "qwen3_5_moe_text": DELTA,
-    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 16, "norm_topk_prob": True},
-    "qwen3_next": DELTA,
-}  # fmt: skip
-"""Settings that give a tiny model of each model type experts."""
+FAMILIES = (
+    "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared",
+    "hunyuan_v1_moe", "lfm2_moe", "minimax_m2", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text",
+    "qwen3_moe", "qwen3_next",
+)  # fmt: skip
+"""Types with experts. (`test_architectures.py`: they are computed as transformers computes them, and so are their files.)"""
 
 
-def make_model(family: str, **settings: Any) -> PreTrainedModel:
+def make_model(family: str) -> PreTrainedModel:
     """transformers' model, random, computing expert by expert. Its biases, those that correct routers too, are not zero."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES.get(family, {}), **settings})
+    config = tiny_config(family, tie_word_embeddings=False)
     lm = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
     for name, tensor in [*lm.named_parameters(), *lm.named_buffers()]:
         if "bias" in name:
@@ -88,85 +46,22 @@ def make_model(family: str, **settings: Any) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_the_loop_over_experts(family: str) -> None:
-    """Logits and every gradient, the routers' too, are those of transformers' loop over the experts, also where experts
-    get no token."""
-    theirs = make_model(family)
-    ours = copy.deepcopy(theirs).train()
-    moe.set_up(ours, family)
-    ids = torch.randint(support.VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(1))
-    logits = [lm(ids, use_cache=False).logits for lm in (theirs, ours)]
-    torch.testing.assert_close(logits[1], logits[0], atol=1e-5, rtol=1e-5)
-    for each in logits:
-        (each[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).sum() / 10).backward()
-    assert moe.router_parameters(ours)
-    for parameter in moe.router_parameters(ours):
-        assert parameter.grad is not None
-        assert parameter.grad.any()
-    want = {name: parameter.grad for name, parameter in theirs.named_parameters() if parameter.requires_grad}
-    for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter.grad, want[name], atol=1e-5, rtol=1e-4, msg=name)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_equals_unpacked_equals_transformers(
-    family: str, make_policy: Callable[..., Policy], tmp_path: Path
+def test_correction_biases_stay_in_float32(
+    family: str, make_policy: Callable[..., Policy], world: World, tmp_path: Path
 ) -> None:
-    """Log-probabilities and gradients, with blocks that compute part of their forward again."""
-    theirs = make_model(family)
-    theirs.save_pretrained(tmp_path)
-    policy = make_policy(tmp_path, activation_checkpointing="pointwise")
-    documents = support.random_documents(LENGTHS)
-    logprobs = []
-    for document in documents:
-        ids = torch.tensor(document.input_ids)
-        logits = theirs(ids[None], use_cache=False).logits[0, :-1] / document.temperature
-        logprob = torch.log_softmax(logits, -1).gather(1, ids[1:, None]).squeeze(1)
-        logprobs.append(logprob[torch.tensor(document.loss_mask[1:])])
-    packed, _ = policy(to_device(collate(documents, 1), CPU))
-    torch.testing.assert_close(packed, torch.cat(logprobs), atol=1e-5, rtol=1e-5)
-    alone = support.gradients(policy, [[document] for document in documents])
-    together = support.gradients(policy, [documents])
-    streams = collate(documents, 1).streams
-    cross_entropy(torch.cat(logprobs), torch.zeros_like(packed), streams)[0].backward()
-    want = {name: parameter.grad for name, parameter in theirs.named_parameters() if parameter.requires_grad}
-    for name, gradient in together.items():
-        largest = max(1.0, gradient.abs().max().item())  # sums over all tokens, up to 30
-        torch.testing.assert_close(gradient, alone[name], atol=1e-5 * largest, rtol=0, msg=name)
-        torch.testing.assert_close(gradient, want[name], atol=1e-5 * largest, rtol=0, msg=name)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_files_of_a_family(family: str, world: World, tmp_path: Path) -> None:
-    """transformers' files are read, and what is written has the same names and values. Correction biases stay in float32
-    in an export of any dtype."""
-    theirs = make_model(family)
-    theirs.save_pretrained(tmp_path / "theirs")
-    source = find_model(str(tmp_path / "theirs"))
-    policy = nn.Module()
-    with torch.device("meta"):
-        policy.lm = AutoModelForCausalLM.from_config(source.config, experts_implementation="eager")
-    assert isinstance(policy.lm, PreTrainedModel)
-    moe.set_up(policy.lm, family)
-    policy.lm.to_empty(device="cpu")
-    policy.lm.tie_weights()
-    initialize_buffers(policy.lm, family)
-    load_weights(policy, tmp_path / "theirs", world)
-    want = theirs.state_dict()
-    for name, tensor in policy.lm.state_dict().items():
-        assert torch.equal(tensor, want[name]), name
-
-    copies = WeightCopy(policy, world, torch.float32)
-    copies.copy().finish()
-    (tmp_path / "ours").mkdir()
-    copies.write_files(copies.to_host(), source, tmp_path / "ours")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
-    assert again.keys() == want.keys()
-    for name, tensor in again.items():
-        assert torch.equal(tensor, want[name]), name
+    """Contract: in an export of any dtype; what is exported has the names and the values of transformers' files."""
+    make_model(family).save_pretrained(tmp_path)
+    policy, want = make_policy(tmp_path), load_file(tmp_path / "model.safetensors")
     rounded = WeightCopy(policy, world, torch.bfloat16)
     exact = {name for name, entry in rounded.tensors.items() if entry.dtype == "F32"}
-    assert exact == {name for name in rounded.tensors if name.endswith(("correction_bias", "expert_bias"))}
+    assert exact == {name for name in want if name.endswith(("correction_bias", "expert_bias"))}
+    (tmp_path / "ours").mkdir()
+    copies = WeightCopy(policy, world, torch.float32)
+    copies.copy().finish()
+    copies.write_files(copies.to_host(), find_model(str(tmp_path)), tmp_path / "ours")
+    got = load_file(tmp_path / "ours" / "model.safetensors")
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
 
 
 @pytest.mark.parametrize("level", ["pointwise", "wide", "attention"])
@@ -244,23 +139,11 @@ def test_layers_share_a_graph(moe_model: Path, make_policy: Callable[..., Policy
     assert graphs == torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
-@pytest.mark.parametrize("family", ["llama4_text", "longcat_flash", "jetmoe"])
-def test_other_experts_are_refused(family: str) -> None:
-    """Experts that the trainer would not compute are refused by name."""
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family))
-    with pytest.raises(UserError, match=r"(Experts|MoA) is not part of transformers' experts interface"):
-        moe.set_up(lm, family)
-
-
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}), ("qwen3_5_text", {})],
-)
-def test_parameters_of_three_dimensions_are_no_experts(family: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_parameters_of_three_dimensions_are_no_experts(family: str) -> None:
     """Convolutions have them, too."""
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+        lm = AutoModelForCausalLM.from_config(tiny_config(family))
     assert any(parameter.ndim == 3 for parameter in lm.parameters())
     moe.set_up(lm, family)
 
@@ -317,13 +200,14 @@ def test_routers_of_a_family(family: str) -> None:
         return
     routers = router_replay.set_up(model.model.layers, family)
     blocks, seen, ids = moe.sparse_blocks(model), list[Tensor](), torch.arange(40)[None] * 7
-    assert (routers.k, routers.experts, len(routers.sparse)) == (2, 8, len(blocks))
+    count = next(blocks[0].experts.parameters()).shape[0]
+    assert (routers.k, routers.experts, len(routers.sparse)) == (2, count, len(blocks))
     for block in blocks:
         block.experts.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
     with torch.no_grad():
         want = model(ids, use_cache=False).logits
         own = seen.copy()
-        for chosen in (own, [torch.stack([one[:, 0], (one[:, 0] + 3) % 8], 1) for one in own]):
+        for chosen in (own, [torch.stack([one[:, 0], (one[:, 0] + 3) % count], 1) for one in own]):
             for block, each in zip(blocks, chosen, strict=True):
                 block.router.replayed = each.to(torch.int16)
             seen.clear()

@@ -16,6 +16,7 @@ from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.policy_check import check_policy
 from support import trainer as support
+from support.architectures import build_reference, tiny_config
 
 SETTINGS: list[dict[str, object]] = [
     {"reshard_after_forward": False},
@@ -72,7 +73,8 @@ def test_wrong_policies_are_refused(
 ) -> None:
     """Contract: a document that sees the one before it, a scale that is left out, and what is not a number are refused in
     one line with the architecture and the difference, in either dtype."""
-    policy = make_policy(support.make_model_of(tmp_path, "granite"), dtype=dtype)
+    build_reference(tiny_config("granite", logits_scaling=8.0), tmp_path)
+    policy = make_policy(tmp_path, dtype=dtype)
     check_policy(policy, "m", world, getattr(torch, dtype))
     fault(monkeypatch, policy)
     message = r"model m cannot be trained: .* GraniteForCausalLM's own forward by (\d|nan)"

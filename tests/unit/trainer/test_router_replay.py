@@ -85,38 +85,17 @@ def gradients(policy: Policy, batches: list[MicroBatch]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("reshard", [False, True])
-def test_its_own_choice_changes_nothing(reshard: bool, moe_model: Path, make_policy: Callable[..., Policy]) -> None:
-    """Contract: with the experts that the trainer's routers choose anyway, or none, numbers are the same; and a batch without
-    any after one that has some is computed as ever."""
-    policy, documents = make_policy(moe_model, reshard_after_forward=reshard), support.random_documents(LENGTHS)
-    assert set_up(policy.lm.model.layers, "m") == ROUTERS
-    plain, model = collate(documents, 1), theirs(moe_model)
-    before, own = logprobs(policy, plain), []
-    for each in documents:
-        chosen: list[Tensor] = []
-        with routed(model, lambda _, p, chosen=chosen: chosen.append(p.topk(K).indices) or chosen[-1]), torch.no_grad():
-            model(torch.from_numpy(each.input_ids)[None])
-        own.append(
-            replace(
-                each, experts=np.stack([one.numpy().astype(np.int16) for one in chosen])[:, : each.input_ids.size - 1]
-            )
-        )
-    want = gradients(policy, [plain])
-    for replayed in (documents, own):
-        batch = collate(replayed, 1, routers=ROUTERS)
-        torch.testing.assert_close(logprobs(policy, batch), before, atol=1e-6, rtol=0)
-        for name, gradient in gradients(policy, [batch]).items():
-            torch.testing.assert_close(gradient, want[name], atol=1e-5, rtol=1e-4)
-    other = [replace(each, experts=random_choice(5, each.input_ids.size)) for each in documents]
-    assert (logprobs(policy, collate(other, 1, routers=ROUTERS)) - before).abs().max() > 1e-2
-    assert torch.equal(logprobs(policy, plain), before)
-
-
 @pytest.mark.parametrize("level", ["none", "pointwise", "wide", "attention", "full"])
-def test_other_experts_are_computed_with(level: str, moe_model: Path, make_policy: Callable[..., Policy]) -> None:
+def test_other_experts_are_computed_with(
+    level: str, reshard: bool, moe_model: Path, make_policy: Callable[..., Policy]
+) -> None:
     """Contract: log-probabilities and all gradients, the routers' among them, are transformers' own with the same experts; whatever
-    is packed, also for tokens without any; whatever a block computes again in backward."""
-    policy, model = make_policy(moe_model, activation_checkpointing=level), theirs(moe_model)
+    is packed, also for tokens without any; whatever a block computes again in backward. A batch without experts after one
+    that has some is computed as before."""
+    policy = make_policy(moe_model, activation_checkpointing=level, reshard_after_forward=reshard)
+    assert set_up(policy.lm.model.layers, "m") == ROUTERS
+    model, plain = theirs(moe_model), collate(support.random_documents(LENGTHS), 1)
+    before = logprobs(policy, plain)
     documents = [
         replace(each, experts=None if number == 2 else random_choice(number, each.input_ids.size - number % 2))
         for number, each in enumerate(support.random_documents(LENGTHS))
@@ -147,6 +126,7 @@ def test_other_experts_are_computed_with(level: str, moe_model: Path, make_polic
     assert got.keys() == want.keys()
     for name, gradient in got.items():
         torch.testing.assert_close(gradient, want[name], atol=1e-5, rtol=1e-4, msg=name)
+    assert torch.equal(logprobs(policy, plain), before)
 
 
 @pytest.mark.usefixtures("quick_compiler")
