@@ -69,11 +69,7 @@ def another_head(tensors: Tensors) -> None:
     head[100:] = head[100:].roll(1, 0)
 
 
-def another_layer(tensors: Tensors) -> None:
-    tensors["model.layers.1.mlp.down_proj.weight"] *= 0.5
-
-
-@pytest.mark.parametrize("change", [scale, another_head, another_layer])
+@pytest.mark.parametrize("change", [scale, another_head])
 def test_another_model_of_the_same_shape_is_not_sound(
     compared: tuple[Path, str], tiny_model: Path, tmp_path: Path, change: Callable[[Tensors], None]
 ) -> None:

@@ -256,6 +256,19 @@ def variants(config: PreTrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "wide heads", {"head_dim": 24}
 
 
+_ROPES = dict(variants(tiny_config("llama")))
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: ("llama", _ROPES[f"{kind} rope"]) for kind in ("linear", "dynamic", "yarn", "llama3", "longrope")},
+    **{f"{name} sliding": (name, dict(variants(tiny_config(name)))["sliding window"]) for name in ("qwen2", "smollm3")},
+    "llama4 chunks": ("llama4_text", {"moe_layers": [], "attention_chunk_size": 80, "floor_scale": 8192}),
+    "granite_swa": ("granite_swa", {"layer_types": ["sliding_attention", "full_attention"]}),
+    "granitemoeshared": ("granitemoeshared", {"logits_scaling": 2.0}),
+    "minicpm3": ("minicpm3", {"dim_model_base": 32}),
+    "zamba": ("zamba", {"tie_word_embeddings": False}),
+}
+"""Settings that make another model of a type."""
+
+
 class CannotBeBuilt(Exception):
     """transformers makes no model of a tiny config, or none that computes anything."""
 
@@ -346,7 +359,7 @@ def transformers_outcome(directory: Path, documents: Sequence[Document], attenti
 def trainer_outcomes(
     directory: Path, documents: Sequence[Document], world: World
 ) -> tuple[Outcome, Outcome, tuple[str, ...]]:
-    """Of the trainer as users start it, packed and one document at a time, and the files' tensors that its exports would not have so."""
+    """Of the trainer as users start it, packed and one document at a time, and the files' tensors that its exports would not have, or not so."""
     tokens = sum(len(document.input_ids) for document in documents)
     source = find_model(str(directory))
     policy = build_policy(source, TrainerModel(head_chunk=7), world, tokens=tokens)

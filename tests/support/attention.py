@@ -11,19 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
 from prime_rl.trainer import attention
 from prime_rl.trainer.attention_kernels import Grads, Mask, packed_operator
-from prime_rl.trainer.attention_needs import examine
-from prime_rl.trainer.parallel import World
-from prime_rl.trainer.parameters import initialize_buffers
 
 
 def pack(lengths: Sequence[int], device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -124,73 +117,3 @@ def hidden_and_gradient(lm: Qwen3ForCausalLM, lengths: Sequence[int], device: st
     gradient = lm.model.embed_tokens.weight.grad
     assert gradient is not None
     return hidden.detach(), gradient.clone()
-
-
-# Models of several kinds of attention
-
-_ALTERNATING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-
-
-def _rope(kind: str, **settings: object) -> dict[str, object]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 100.0, **settings}}
-
-
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "granite_swa": ("granite_swa", _ALTERNATING),
-    "mistral": ("mistral", {"sliding_window": 6}),
-    "llama4": (
-        "llama4_text",
-        {"attention_chunk_size": 80, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
-        | {"interleave_moe_layer_step": 0, "moe_layers": [], "intermediate_size_mlp": 64, **_rope("default")},
-    ),
-    "dynamic rope": ("llama", _rope("dynamic", factor=4.0)),
-    "yarn rope": ("llama", _rope("yarn", factor=4.0, original_max_position_embeddings=32)),
-    "longrope": (
-        "llama",
-        _rope(
-            "longrope", factor=4.0, original_max_position_embeddings=80, short_factor=[1.5] * 4, long_factor=[3.0] * 4
-        ),
-    ),
-}
-"""Tiny models: model type and settings besides those of `tiny_config`."""
-
-
-def tiny_config(model_type: str, **settings: Any) -> PretrainedConfig:
-    shape = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    return AutoConfig.for_model(model_type, **{**shape, **settings})
-
-
-def packed_model(config: PretrainedConfig, world: World, tokens: int) -> PreTrainedModel:
-    """A random model of transformers with our attention, for packs of `tokens` tokens."""
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        packed = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-    attention.set_up("auto", examine(packed, config.model_type, tokens), torch.float32, world)
-    packed.set_attn_implementation(attention.NAME)
-    packed.to_empty(device="cpu")
-    packed.tie_weights()
-    initialize_buffers(packed, config.model_type)
-    with torch.no_grad():
-        for parameter in packed.parameters():  # attention must matter
-            parameter.normal_(float(parameter.ndim == 1), 0.3)
-    return packed
-
-
-def logprobs(lm: PreTrainedModel, ids: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Of each token [T] but the first of its document, which is 0."""
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    logits = lm(input_ids=ids[None], use_cache=False, position_ids=positions[None], **boundaries(lengths)).logits[0]
-    labels = ids.roll(-1)[:, None]
-    return torch.where(positions > 0, logits.log_softmax(-1).gather(1, labels)[:, 0].roll(1), 0.0)

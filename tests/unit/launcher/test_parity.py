@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.config import ConfigError, InferenceConfig, parse
+from prime_rl.config import InferenceConfig, parse
 from prime_rl.config.rl import ParityConfig
 from prime_rl.launcher import parity
 from prime_rl.launcher.plan import ProcessSpec
@@ -60,8 +60,3 @@ def test_the_file_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert job.reply_tokens == 64
     assert job.client is not None
     assert job.client.base_urls == ["http://localhost:8123"]
-
-
-def test_mistakes_are_named() -> None:
-    with pytest.raises(ConfigError, match="did you mean --layers"):
-        parse(ParityConfig, ["--layer"], {})

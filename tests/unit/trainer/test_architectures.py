@@ -21,7 +21,7 @@ from prime_rl.trainer.packing import collate
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import find_model
-from support.architectures import FAMILIES, build_reference, compare, reason_of, tiny_config, variants
+from support.architectures import FAMILIES, VARIANTS, build_reference, compare, reason_of, tiny_config
 from support.trainer import VOCABULARY, random_documents
 
 ROOT = Path(__file__).parents[3]
@@ -30,8 +30,6 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import check_models  # noqa: E402
 
 ROWS = {row["type"]: row for row in json.loads(check_models.OUT.read_text())["rows"]}
-
-
 OTHERS = (
     "bamba", "deepseek_v2", "deepseek_v32", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "jamba", "jetmoe", "lfm2_moe",
     "longcat_flash", "mamba", "minimax", "minimax_m2", "olmo_hybrid", "persimmon", "phimoe", "qwen2_moe", "recurrent_gemma",
@@ -39,17 +37,6 @@ OTHERS = (
 )  # fmt: skip
 """Types of another kind of attention, of experts or of recurrent layers, or that are refused for another reason."""
 TYPES = (*(name for names in FAMILIES.values() for name in names), *OTHERS)
-ROPES = dict(variants(tiny_config("llama")))
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{kind: ("llama", ROPES[f"{kind} rope"]) for kind in ("linear", "dynamic", "yarn", "llama3", "longrope")},
-    **{f"{name} sliding": (name, dict(variants(tiny_config(name)))["sliding window"]) for name in ("qwen2", "smollm3")},
-    "llama4 chunks": ("llama4_text", {"moe_layers": [], "attention_chunk_size": 80, "floor_scale": 8192}),
-    "granite_swa": ("granite_swa", {"layer_types": ["sliding_attention", "full_attention"]}),
-    "granitemoeshared": ("granitemoeshared", {"logits_scaling": 2.0}),
-    "minicpm3": ("minicpm3", {"dim_model_base": 32}),
-    "zamba": ("zamba", {"tie_word_embeddings": False}),
-}
-"""Settings that make another model of a type."""
 
 
 def check_exact(model_type: str, settings: dict[str, Any], directory: Path, world: World) -> None:
@@ -63,7 +50,7 @@ def check_exact(model_type: str, settings: dict[str, Any], directory: Path, worl
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_family(model_type: str, tied: bool, world: World, tmp_path: Path) -> None:
     """Packed = one document at a time = transformers' own forward with logits and its own attention, in loss and
-    gradients; and exports have every tensor that the model's files have. Refused is in one line."""
+    gradients; and exports have every tensor of the model's files, as it is there. What is refused is refused in one line."""
     row, settings = ROWS[model_type], {"tie_word_embeddings": tied}
     if row["verdict"] == "refused":
         with pytest.raises(UserError) as refusal:

@@ -1,5 +1,5 @@
-"""Hybrids: what is computed again or compiled is the same, what is counted, what is refused. (`test_architectures.py`: a
-recurrent layer's state never crosses the documents of a packed row.)"""
+"""Hybrids and other layers: what is computed again or compiled is the same, what is counted, what is refused.
+(`test_architectures.py`: a recurrent layer's state never crosses the documents of a packed row.)"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,17 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
+from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
 from prime_rl.trainer import perf
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.memory import Shape
-from prime_rl.trainer.model import Policy
+from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.packing import collate
+from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import named_parameters
+from prime_rl.trainer.source import find_model
 from support import trainer as support
-from support.architectures import LENGTHS, build_reference, tiny_config
+from support.architectures import LENGTHS, VARIANTS, build_reference, tiny_config
 
 # One of each kind of mixer, and of experts.
 KINDS = ("qwen3_5_text", "falcon_h1", "jamba", "lfm2", "minimax", "recurrent_gemma", "deepseek_v3", "gpt_oss")
@@ -30,7 +34,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def get(model_type: str) -> Path:
         if model_type not in directories:
             directories[model_type] = tmp_path_factory.mktemp(model_type)
-            build_reference(tiny_config(model_type), directories[model_type])
+            kind, settings = VARIANTS.get(model_type, (model_type, {}))
+            build_reference(tiny_config(kind, **settings), directories[model_type])
         return directories[model_type]
 
     return get
@@ -64,18 +69,23 @@ def test_what_is_computed_again_is_the_same(
 
 
 @pytest.mark.usefixtures("quick_compiler")
-def test_what_is_compiled_around_recurrent_modules_is_the_same(
-    saved: Callable[[str], Path], make_policy: Callable[..., Policy]
-) -> None:
-    """Whole layers with attention (here with a product of symbolic width) and others' feed-forward layers."""
-    model_type = "recurrent_gemma"
-    policy = make_policy(saved(model_type), compile=True, activation_checkpointing="pointwise")
-    for lengths in ((5, 33), LENGTHS):
+@pytest.mark.parametrize(("name", "kinds"), [("recurrent_gemma", 1), ("granite_swa", 2), ("llama4 chunks", 2)])
+def test_what_is_compiled_is_the_same(name: str, kinds: int, saved: Callable[[str], Path], world: World) -> None:
+    """Whole layers with attention (also with a product of symbolic width, with windows, chunks and temperatures), which
+    are one graph for each kind and all packs, and feed-forward layers around recurrent modules."""
+    source = find_model(str(saved(name)))
+    plain, policy = (
+        build_policy(source, TrainerModel(compile=compiled, activation_checkpointing=level), world, tokens=69)
+        for compiled, level in ((False, "none"), (True, "pointwise"))
+    )
+    counters.clear()
+    for lengths in ((30, 39), LENGTHS, (69,)):
         groups = [support.random_documents(lengths)]
-        want = support.gradients(make_policy(saved(model_type), activation_checkpointing="none"), groups)
-        for name, gradient in support.gradients(policy, groups).items():
-            scale = max(1.0, want[name].abs().max().item())
-            torch.testing.assert_close(gradient, want[name], atol=4e-5 * scale, rtol=0, msg=name)
+        want = support.gradients(plain, groups)
+        for parameter, gradient in support.gradients(policy, groups).items():
+            scale = max(1.0, want[parameter].abs().max().item())
+            torch.testing.assert_close(gradient, want[parameter], atol=4e-5 * scale, rtol=0, msg=parameter)
+    assert counters["stats"]["unique_graphs"] == kinds + 2  # the head, for one number of loss tokens and for any
 
 
 def test_what_is_counted() -> None:
