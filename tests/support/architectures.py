@@ -263,6 +263,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4 chunks": ("llama4_text", {"moe_layers": [], "attention_chunk_size": 80, "floor_scale": 8192}),
     "granite_swa": ("granite_swa", {"layer_types": ["sliding_attention", "full_attention"]}),
     "granitemoeshared": ("granitemoeshared", {"logits_scaling": 2.0}),
+    "deepseek_v2 groups": ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}),
+    "qwen3_moe logged": ("qwen3_moe", {"norm_topk_prob": True, "output_router_logits": True}),
     "minicpm3": ("minicpm3", {"dim_model_base": 32}),
     "zamba": ("zamba", {"tie_word_embeddings": False}),
 }

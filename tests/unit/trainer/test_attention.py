@@ -1,10 +1,8 @@
 """Packed attention: which kernel is chosen and why, that each is given what it needs, and that compiled blocks serve
 every pack."""
 
-import json
 import logging
 import random
-import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -22,13 +20,10 @@ from prime_rl.trainer import attention, attention_kernels
 from prime_rl.trainer.attention import choose
 from prime_rl.trainer.attention_kernels import EXPLICIT, KERNELS, cudnn_plan, load
 from prime_rl.trainer.attention_needs import Needs, examine
-from prime_rl.trainer.model import Policy
-from prime_rl.trainer.packing import collate, to_device
 from prime_rl.trainer.parallel import World
 from support import attention as support
-from support.architectures import LENGTHS, VARIANTS, tiny_config, variants
+from support.architectures import VARIANTS, compare, tiny_config, variants
 from support.attention import with_gradients
-from support.trainer import random_documents
 
 BF16 = torch.bfloat16, Needs(128)
 PACKS = [(1,), (9,), (5, 7, 1, 12), (1, 1, 1)]
@@ -183,37 +178,20 @@ def test_a_kernel_that_fails_is_one_line() -> None:
 # Numbers
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize("lengths", PACKS)
-def test_sdpa_equals_softmax_written_out(lengths: tuple[int, ...], window: int | None) -> None:
-    """Document by document, and with the mask used while compiling, out and gradients equal the definition."""
-    *inputs, d_out = qkv(sum(lengths))
-    mask = *support.pack(lengths), 0.3, window
-
-    def written_out(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
-        return support.explicit(q, k, v, lengths, 0.3, window)
-
-    want = with_gradients(written_out, inputs, d_out)
-    torch._dynamo.reset()
-    compiled = torch.compile(attention.sdpa, backend="eager", fullgraph=True)
-    for kernel in (attention.sdpa, compiled):
-        for a, b in zip(with_gradients(kernel, inputs, d_out, *mask), want, strict=True):
-            torch.testing.assert_close(a, b)
-
-
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("lengths", PACKS)
-def test_caps_and_sinks_equal_softmax_written_out(
+def test_kernels_equal_softmax_written_out(
     lengths: tuple[int, ...],
     window: int | None,
     with_sinks: bool,
     softcap: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Out and gradients, of sinks too, with values smaller than keys: of our own operations, in blocks of four rows, and
-    of a kernel that knows of no sinks, to which boundaries, scale and window mean what they mean to us."""
+    """Out and gradients, of sinks too, with grouped heads and values smaller than keys: of our own operations, in blocks
+    of four rows; of a kernel that knows of no sinks, to which boundaries, scale and window mean what they mean to us; and
+    of sdpa, document by document and with the mask used while compiling."""
     monkeypatch.setattr(attention_kernels, "EXPLICIT_ROWS", 4)
     *inputs, d_out = qkv(sum(lengths), value_size=6)
     sinks = [torch.linspace(-2, 3, 4, dtype=torch.float64)] if with_sinks else []
@@ -225,10 +203,16 @@ def test_caps_and_sinks_equal_softmax_written_out(
         return with_gradients(attend, [*inputs, *sinks], d_out)
 
     want = call(support.explicit, lengths)
+    mask = support.pack(lengths)
     for operator in (EXPLICIT, support.STAND_IN) if softcap is None else (EXPLICIT,):
-        got = call(lambda *arguments: operator(*arguments)[0], *support.pack(lengths))  # noqa: B023 called at once
+        got = call(lambda *arguments: operator(*arguments)[0], *mask)  # noqa: B023 called at once
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)  # the statistics are kept in float32
+    if softcap is None and not with_sinks:
+        torch._dynamo.reset()
+        for kernel in (attention.sdpa, torch.compile(attention.sdpa, backend="eager", fullgraph=True)):
+            for a, b in zip(with_gradients(kernel, inputs, d_out, *mask, 0.7, window), want, strict=True):
+                torch.testing.assert_close(a, b)
 
 
 def test_a_kernel_gets_heads_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,19 +321,11 @@ def test_what_is_not_computed_is_refused(model_type: str, settings: dict[str, ob
     assert "\n" not in str(caught.value)
 
 
-def test_dropout_of_a_config_is_not_applied(
-    tied_model: Path, make_policy: Callable[..., Policy], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Trained is the policy that engines sample from, and that is said; the config that is exported keeps its values."""
+def test_dropout_of_a_config_is_not_applied(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Trained is the policy that engines sample from, and that is said."""
     caplog.set_level(logging.INFO, "prime_rl")
-    directory = Path(shutil.copytree(tied_model, tmp_path / "model"))
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
-    batch = to_device(collate(random_documents(LENGTHS), 1), torch.device("cpu"))
-    with torch.no_grad():
-        (want, _), (got, _) = make_policy(tied_model)(batch), make_policy(directory)(batch)
-    assert torch.equal(got, want)
-    assert f"attention_dropout 0.5 in the config of {directory} is not applied" in caplog.messages
+    assert compare("llama", {"attention_dropout": 0.5}, tmp_path, world).logprob < 1e-5
+    assert f"attention_dropout 0.5 in the config of {tmp_path} is not applied" in caplog.messages
 
 
 def test_what_a_module_asks_for_is_refused() -> None:

@@ -1,6 +1,5 @@
 """Experts of every family: routed in float32, chosen once, compiled once; their files are those of the family."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from prime_rl.errors import UserError
 from prime_rl.trainer import moe, parameters, router_replay
@@ -20,10 +19,9 @@ from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import collate, to_device
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import StoredTensor
-from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_copy import WeightCopy
 from support import trainer as support
-from support.architectures import LENGTHS, tiny_config
+from support.architectures import LENGTHS, build_reference, tiny_config
 
 CPU = torch.device("cpu")
 FAMILIES = (
@@ -34,34 +32,15 @@ FAMILIES = (
 """Types with experts. (`test_architectures.py`: they are computed as transformers computes them, and so are their files.)"""
 
 
-def make_model(family: str) -> PreTrainedModel:
-    """transformers' model, random, computing expert by expert. Its biases, those that correct routers too, are not zero."""
-    torch.manual_seed(0)
-    config = tiny_config(family, tie_word_embeddings=False)
-    lm = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
-    for name, tensor in [*lm.named_parameters(), *lm.named_buffers()]:
-        if "bias" in name:
-            tensor.data.normal_(std=0.1)
-    return lm
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_correction_biases_stay_in_float32(
     family: str, make_policy: Callable[..., Policy], world: World, tmp_path: Path
 ) -> None:
-    """Contract: in an export of any dtype; what is exported has the names and the values of transformers' files."""
-    make_model(family).save_pretrained(tmp_path)
-    policy, want = make_policy(tmp_path), load_file(tmp_path / "model.safetensors")
-    rounded = WeightCopy(policy, world, torch.bfloat16)
-    exact = {name for name, entry in rounded.tensors.items() if entry.dtype == "F32"}
-    assert exact == {name for name in want if name.endswith(("correction_bias", "expert_bias"))}
-    (tmp_path / "ours").mkdir()
-    copies = WeightCopy(policy, world, torch.float32)
-    copies.copy().finish()
-    copies.write_files(copies.to_host(), find_model(str(tmp_path)), tmp_path / "ours")
-    got = load_file(tmp_path / "ours" / "model.safetensors")
-    assert got.keys() == want.keys()
-    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    """Contract: in an export of any dtype, and nothing else."""
+    build_reference(tiny_config(family), tmp_path)
+    exported = WeightCopy(make_policy(tmp_path), world, torch.bfloat16).tensors
+    exact = {name for name, entry in exported.items() if entry.dtype == "F32"}
+    assert exact == {name for name in exported if name.endswith(("correction_bias", "expert_bias"))}
 
 
 @pytest.mark.parametrize("level", ["pointwise", "wide", "attention"])
@@ -99,7 +78,7 @@ def test_router_keeps_float32(
 ) -> None:
     """Where blocks compute in bfloat16, routers get float32, and their parameters are gathered in it, micro-batch after
     micro-batch, and have gradients."""
-    make_model(family).save_pretrained(tmp_path)
+    build_reference(tiny_config(family), tmp_path)
     seen = []
     route = moe.route
 
@@ -139,15 +118,6 @@ def test_layers_share_a_graph(moe_model: Path, make_policy: Callable[..., Policy
     assert graphs == torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
-def test_parameters_of_three_dimensions_are_no_experts(family: str) -> None:
-    """Convolutions have them, too."""
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(tiny_config(family))
-    assert any(parameter.ndim == 3 for parameter in lm.parameters())
-    moe.set_up(lm, family)
-
-
 def test_fused_files_are_read(moe_model: Path, make_policy: Callable[..., Policy], tmp_path: Path) -> None:
     """Files that hold all experts of a layer in one tensor, as transformers does, give the same weights."""
     lm = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.float32)
@@ -174,26 +144,18 @@ def test_slices_of_sharded_parameters(
     assert torch.equal(out, whole[index])
 
 
-def test_routers_that_would_be_logged_are_no_obstacle(
-    moe_model: Path, make_policy: Callable[..., Policy], world: World, tmp_path: Path
-) -> None:
-    """Contract: a config with `output_router_logits` trains."""
-    directory = Path(shutil.copytree(moe_model, tmp_path / "model"))
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
-    make_policy(directory)
-
-
 NOT_REPLAYED = {"phimoe"}
 """Families whose routers choose otherwise than by the largest scores of all."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_routers_of_a_family(family: str) -> None:
+def test_routers_of_a_family(family: str, tmp_path: Path) -> None:
     """Contract: a router's choice is replaced, whatever its formula: with its own nothing changes, with another one the
     experts get that; or the family is refused."""
-    model = make_model(family)
+    build_reference(tiny_config(family), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
     moe.set_up(model, family)
+    assert moe.router_parameters(model)
     if family in NOT_REPLAYED:
         with pytest.raises(UserError, match="cannot be replaced"):
             router_replay.set_up(model.model.layers, family)
