@@ -15,11 +15,11 @@ from prime_rl.evals import run, runner
 from prime_rl.evals.results import EvalResults
 from prime_rl.fleet.client import Served
 from prime_rl.transport.weights import WeightsManifest
-from support.scripted import ScriptedEngine, ScriptedTrainer
+from support.scripted import ScriptedEngine, ScriptedPool, ScriptedTrainer
 
 
 class Server(ScriptedEngine):
-    """A scripted server that can be given its base again. `gone`: it answers nothing."""
+    """A scripted server that can be given its base again."""
 
     def __init__(self, root: str = "http://engine") -> None:
         super().__init__()
@@ -39,10 +39,10 @@ class Server(ScriptedEngine):
         return await super().update(weights)
 
 
-class Pool:
+class Pool(ScriptedPool):
     """Environments of `tasks` tasks each. A reward follows from the environment, the task, the request's seed and the version that really sampled it.
 
-    `before` may change the world, or give an outcome other than a score.
+    `before` may change the world, or give an outcome other than a score. Servers in `sick` fail every attempt.
     """
 
     def __init__(self, engines: dict[str, Server], tasks: int = 4) -> None:
@@ -50,13 +50,8 @@ class Pool:
         self.before: Callable[[str, int, int], Outcome | None] = lambda env, task, number: None
         self.made: list[tuple[str, int, int]] = []  # environment, task, the version that sampled it
         self.sampling: list[dict[str, Any]] = []
+        self.sick: list[str] = []
         self.running = self.most = 0
-
-    async def start(self, timeout: float) -> None:
-        await asyncio.sleep(0)
-
-    async def close(self) -> None:
-        await asyncio.sleep(0)
 
     def tasks(self, env: str) -> list[TaskInfo]:
         return [TaskInfo(f"t{index}", index) for index in range(self.count)]
@@ -71,6 +66,8 @@ class Pool:
         version = next(iter(self.engines.values())).now.version if server is None else self.engines[server].now.version
         self.made.append((env, task_index, version))
         self.sampling.append(sampling)
+        if server in self.sick:
+            return EpisodeResult("e", env, f"t{task_index}", Outcome.ENGINE_UNAVAILABLE, "scripted")
         if outcome := self.before(env, task_index, len(self.made)):
             return EpisodeResult("e", env, f"t{task_index}", outcome, "scripted")
         chance = xxhash.xxh3_64_intdigest(f"{env}/{task_index}/{sampling.get('seed')}/{version}".encode())

@@ -2,6 +2,7 @@
 meanwhile."""
 
 import asyncio
+import itertools
 import json
 import re
 import shutil
@@ -145,6 +146,15 @@ async def test_several_servers_all_load_and_what_one_that_is_lost_sampled_is_mad
     assert list(await world.run(**settings, max_concurrent=4)) == [("env", "step_5")]
     assert [server.now.version for server in world.servers.values()] == [0, 0]
     assert len(world.servers["http://b"].updates) == 1
+
+
+@pytest.mark.parametrize("sick", [1, 3])
+async def test_what_one_server_fails_is_made_by_another(tmp_path, monkeypatch, sick):
+    """Contract: only what all of them fail, again and again, is a failure."""
+    world = World(tmp_path, monkeypatch, ("http://a", "http://b", "http://c"))
+    world.pool.sick = list(world.servers)[:sick]
+    with nullcontext() if sick < 3 else pytest.raises(UserError, match="12 of 12 attempts .* failed"):
+        assert None not in itertools.chain(*(await world.run(rollouts_per_example=3))["env", "step_0"])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Attempts are made as often as they have to be, and no longer than their version counts; who is behind an address."""
 
-import asyncio
 from types import SimpleNamespace
 
 import httpx
@@ -8,47 +7,14 @@ import pytest
 
 from prime_rl.config import EvalConfig
 from prime_rl.config.shared import SamplingConfig
-from prime_rl.envs.protocol import EpisodeResult, FirstTasks, Outcome, TaskInfo
+from prime_rl.envs.protocol import FirstTasks, TaskInfo
 from prime_rl.errors import UserError
-from prime_rl.evals import runner
-from prime_rl.evals.results import EvalPlan, EvalResults
+from prime_rl.evals.results import EvalPlan
 from prime_rl.evals.run import way_of_asking
-from prime_rl.evals.runner import EvalRunner, tasks_of, wire_sampling
+from prime_rl.evals.runner import tasks_of, wire_sampling
 from prime_rl.launcher.preflight import check_key
-from support.fleet import ready_fleet
 
 TASKS = [TaskInfo(f"t{i}", i) for i in range(4)]
-PLAN = EvalPlan("one", "one", SamplingConfig(), 4, 8, 100)
-
-
-class Pool:
-    """Four tasks, of which servers in `sick` fail every attempt."""
-
-    def __init__(self, *sick: str):
-        self.sick = sick
-
-    def tasks(self, env):
-        return TASKS
-
-    async def run(self, *, server, **arguments):
-        await asyncio.sleep(0)
-        return EpisodeResult("", "", "", Outcome.ENGINE_UNAVAILABLE if server in self.sick else Outcome.OK)
-
-
-async def loaded_fleet(servers):
-    fleet = ready_fleet(servers, slack=0)
-    for replica in fleet.replicas:
-        replica.loaded = await replica.client.served()
-    return fleet
-
-
-@pytest.mark.parametrize("sick", [1, 3])
-async def test_what_one_server_fails_is_made_by_another(monkeypatch, sick):
-    """Contract: only what all of them fail, again and again, is a failure."""
-    monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.001)
-    results, pool = EvalResults(PLAN, TASKS, 0), Pool(*(f"http://{number}" for number in range(sick)))
-    await EvalRunner(pool, [results], 0, max_concurrent=30, timeout=1, fleet=await loaded_fleet(3)).run()
-    assert [row["reward"] is not None for row in results.made] == [sick < 3] * 32
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """The engine client: what it believes, and what it says when the server is not what it should be."""
 
-import json
 import math
-import threading
-from collections.abc import AsyncIterator, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from prime_rl.config.shared import ClientConfig, how_to_start
 from prime_rl.errors import UserError
@@ -15,48 +14,27 @@ from prime_rl.fleet.client import InferenceClient, Served, ServerError, VersionN
 from prime_rl.transport.weights import WeightsManifest
 
 
-class Scripted(ThreadingHTTPServer):
+class Scripted:
     """Answers from a table of (method, path) -> (status, body) and remembers what was asked."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
         self.answers: dict[tuple[str, str], tuple[int, object]] = {}
-        self.asked: list[tuple[str, str, object, str | None]] = []
+        self.asked: list[tuple[object, str | None]] = []  # body, key
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Scripted
-
-    def answer(self) -> None:
-        length = int(self.headers.get("Content-Length", 0))
-        body = json.loads(self.rfile.read(length)) if length else None
-        self.server.asked.append((self.command, self.path, body, self.headers.get("Authorization")))
-        status, answer = self.server.answers.get((self.command, self.path), (404, {}))
-        data = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    do_GET = do_POST = answer
-
-    def log_message(self, *args: object) -> None:
-        """Quiet."""
+    async def answer(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else None
+        self.asked.append((body, request.headers.get("Authorization")))
+        status, answer = self.answers.get((request.method, request.path), (404, {}))
+        return web.json_response(answer, status=status)
 
 
 @pytest.fixture
-def server() -> Iterator[Scripted]:
-    scripted = Scripted()
-    thread = threading.Thread(target=scripted.serve_forever)
-    thread.start()
-    yield scripted
-    scripted.shutdown()
-    thread.join()
-    scripted.server_close()
+async def server() -> AsyncIterator[Scripted]:
+    scripted, app = Scripted(), web.Application()
+    app.router.add_route("*", "/{path:.*}", scripted.answer)
+    async with TestServer(app) as running:
+        scripted.url = str(running.make_url("")).rstrip("/")
+        yield scripted
 
 
 @pytest.fixture
@@ -76,7 +54,7 @@ async def test_the_base_url_works_with_and_without_v1(server, monkeypatch):
     for suffix in ("", "/", "/v1", "/v1/"):
         async with InferenceClient(ClientConfig(base_url=server.url + suffix, api_key_var="MY_KEY")) as engine:
             assert await engine.served() == Served(2, "h")
-        assert server.asked[-1][3] == "Bearer secret"
+        assert server.asked[-1][1] == "Bearer secret"
 
 
 async def test_an_update_is_believed_only_when_the_server_says_what_it_serves(server, engine):
@@ -86,7 +64,7 @@ async def test_an_update_is_believed_only_when_the_server_says_what_it_serves(se
     assert await engine.update(manifest()) == Served(3, "abc")
     server.answers["POST", "/update_weights"] = 200, {"seconds": {"stage": 0.5, "pause": 0.25}}
     assert (await engine.update(manifest())).seconds == {"stage": 0.5, "pause": 0.25}
-    assert server.asked[0][2] == {"weight_dir": "/runs/weights/step_3", "version": 3}
+    assert server.asked[0][0] == {"weight_dir": "/runs/weights/step_3", "version": 3}
     for lie in ({"version": 2, "hash": "abc"}, {"version": 3, "hash": "other"}):
         server.answers["GET", "/weights"] = 200, lie
         with pytest.raises(UserError, match="says it serves"):
@@ -120,7 +98,7 @@ async def test_a_prompt_is_scored_by_the_route_of_episodes_and_computed_anew(ser
     found = [await engine.score([9, 7, 5]) for _ in range(2)]
     assert [logprobs[0] for logprobs in found] == [-0.5, -0.5]
     assert all(math.isnan(logprobs[1]) for logprobs in found)
-    bodies = [asked[2] for asked in server.asked]
+    bodies = [body for body, _ in server.asked]
     assert bodies[0]["token_ids"] == [9, 7, 5]
     assert bodies[0]["sampling_params"] == {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
     assert bodies[0]["cache_salt"] != bodies[1]["cache_salt"]
@@ -141,7 +119,7 @@ async def test_a_sampled_reply_has_its_log_probabilities(server, engine):
     server.answers["POST", "/inference/v1/generate"] = 200, answer
     assert await engine.sample([9, 7], 2, 5) == ([4, 6], [-0.5, None])
     params = {"max_tokens": 2, "temperature": 1.0, "seed": 5, "logprobs": 0}
-    assert server.asked[-1][2] == {"token_ids": [9, 7], "sampling_params": params}
+    assert server.asked[-1][0] == {"token_ids": [9, 7], "sampling_params": params}
 
 
 async def test_waiting_for_a_server_that_never_comes_is_bounded_and_says_so(server, heard):

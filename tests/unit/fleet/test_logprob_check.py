@@ -143,17 +143,6 @@ async def test_what_a_server_is_given_to_be_calibrated(server, tmp_path, case, g
     assert check.calibrations[server.root].tolerance is not None
 
 
-async def test_a_server_of_another_base_model_is_rejected(server, tmp_path):
-    server.now = commit(tmp_path, 7)
-
-    async def refuse(weights):
-        raise UserError("describes another base model")
-
-    server.load_weights = refuse
-    with pytest.raises(UserError, match="another base model"):
-        await server.update(LogprobCheck(), commit(tmp_path, 8))
-
-
 async def test_versions_without_a_reference_are_checked_by_hashes_and_that_is_said_once(server, tmp_path, heard):
     """Contract: also later, when there is one: a server that samples is never put back on the base weights to be calibrated."""
     check = LogprobCheck()

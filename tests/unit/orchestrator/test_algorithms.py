@@ -31,7 +31,6 @@ from prime_rl.orchestrator.algorithms import (
     advantages,
     carries_signal,
     penalized,
-    user_function,
 )
 from support.scripted import follow, fresh
 
@@ -198,20 +197,12 @@ def test_an_algorithm_of_ones_own() -> None:
     """Contract: a function gets a group's trajectories and arguments; one that is not there, takes other arguments or
     gives no finite numbers is refused."""
     config = own("best_alone", margin=0.3)
-    user_function(config, "algorithm")
     assert of_one(config, rewarded(1.0, 0.8, 0.2)) == [1.0, 1.0, 0.0]
     assert carries_signal(config, rewarded(1.0, 0.8))
     for wrong, message in (
-        (
-            CustomAlgorithm(path="nothing"),
-            r"algorithm.path: 'nothing' \(module:name or file.py:name\) cannot be imported",
-        ),
+        (CustomAlgorithm(path="nothing"), r"'nothing' \(module:name or file.py:name\) cannot be imported"),
         (own("no_such_module:f"), "algorithm.path: .* No module named 'no_such_module'"),
         (own("best_alone", margins=1), "unexpected keyword argument 'margins'"),
-    ):
-        with pytest.raises(UserError, match=message):
-            user_function(wrong, "algorithm")
-    for wrong, message in (
         (own("nonsense"), r"gave \[nan\] for 1 trajectories"),
         (own("nonsense", value=1e39), r"gave \[1e\+39\] for 1 trajectories"),
     ):

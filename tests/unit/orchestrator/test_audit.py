@@ -12,11 +12,6 @@ from support.ledgers import ScriptedLedger, an_episode, finish_group, open_group
 from support.scripted import World
 
 
-@pytest.fixture
-def ledger(tmp_path):
-    return ScriptedLedger(tmp_path / "ledger.sqlite")
-
-
 def test_the_account_by_environment_and_reason(tmp_path):
     """Every number of the table is that of the ledger; nothing issued yet is an account, too."""
     with pytest.raises(UserError, match=r"ledger.sqlite does not exist: the run has no ledger"):
@@ -62,8 +57,9 @@ def test_the_account_by_environment_and_reason(tmp_path):
         ("DELETE FROM groups WHERE number = 1", "reverse-text: +2 episodes are unaccounted for"),
     ],
 )
-def test_a_ledger_that_contradicts_itself_is_told(tmp_path, ledger, damage, message):
+def test_a_ledger_that_contradicts_itself_is_told(tmp_path, damage, message):
     """Conservation and exactly-once are checked on the rows, not believed."""
+    ledger = ScriptedLedger(tmp_path / "ledger.sqlite")
     ledger.batched(0, finish_group(ledger, 0), [], [0])
     finish_group(ledger, 1)
     ledger.flush()

@@ -14,23 +14,13 @@ from prime_rl.orchestrator.checkpoint import (
     resume_point,
 )
 from prime_rl.transport import checkpoints
-from support.scripted import ScriptedTrainer, commit_batch
+from support.scripted import ScriptedTrainer, World, commit_batch
 
 
 def commit_batches(output_dir, *steps):
     """The batch of step n, after which 10 * (n + 1) groups were opened."""
     for step in steps:
         commit_batch(output_dir, step, 10 * (step + 1))
-
-
-def commit_trainer_part(output_dir, step, incarnation=0):
-    ScriptedTrainer(output_dir).checkpoint(step, incarnation)
-
-
-def commit_checkpoint(output_dir, step):
-    """A complete one; the batch before it must be there."""
-    commit_trainer_part(output_dir, step)
-    assert step in JointCheckpoints(output_dir, None).join({})
 
 
 def resume(output_dir, ckpt=None, recover=False) -> ResumePoint:
@@ -48,8 +38,8 @@ def test_a_run_goes_on_after_the_batches_that_are_committed(tmp_path):
     trainer alone is none. A damaged state is named with its checkpoint."""
     assert resume(tmp_path, None) == resume(tmp_path, CkptConfig()) == ResumePoint()
     commit_batches(tmp_path, 0, 1, 2, 3)
-    commit_checkpoint(tmp_path, 2)
-    commit_trainer_part(tmp_path, 3)
+    World(tmp_path).joint(2)
+    ScriptedTrainer(tmp_path).checkpoint(3)
     for asked in (2, -1):
         progress = resume(tmp_path, CkptConfig(resume_step=asked))
         assert where(progress) == (4, 40, 2)
@@ -67,7 +57,7 @@ def test_a_checkpoint_is_enough_to_go_on_elsewhere(tmp_path):
     started again with --recover before and after it has committed anything."""
     state = OrchestratorState(step=2, groups_opened=9)
     commit_batch(tmp_path / "old", 1, 9)
-    commit_checkpoint(tmp_path / "old", 2)
+    World(tmp_path / "old").joint(2)
     ckpt = CkptConfig(resume_step=2, output_dir=tmp_path / "old")
     assert resume(tmp_path / "new", ckpt) == ResumePoint(2, 2, resumed=True, state=state)
     assert where(resume(tmp_path / "new", ckpt, recover=True)) == (2, 9, 0)
@@ -93,7 +83,7 @@ def test_a_checkpoint_is_completed_from_the_batch_before_it(tmp_path):
     joint = JointCheckpoints(tmp_path, None)
     assert joint.join({0: 0}) == []
     for step in (1, 2, 4):
-        commit_trainer_part(tmp_path, step)
+        ScriptedTrainer(tmp_path).checkpoint(step)
     (root / "step_2" / ".orchestrator.tmp-1").mkdir()
     (root / "step_2" / ".manifest.json.tmp-1").write_text("{")
     checkpoints.clean(root, PART)
@@ -111,8 +101,8 @@ def test_what_is_not_kept_is_removed(tmp_path):
     """What a crash left, too. Never the one that is resumed from: a later part, of an incarnation about to be given up,
     may be joined before the trainer has begun its new one."""
     commit_batches(tmp_path, 0, 1, 2, 3)
-    commit_checkpoint(tmp_path, 1)
+    World(tmp_path).joint(1)
     for step, resumed, left in ((2, 1, [1, 2]), (4, None, [4])):
-        commit_trainer_part(tmp_path, step)
+        ScriptedTrainer(tmp_path).checkpoint(step)
         assert JointCheckpoints(tmp_path, CkptConfig(keep=1, resume_step=resumed)).join({}) == [step]
         assert checkpoints.complete_steps(tmp_path / "checkpoints") == left

@@ -177,21 +177,9 @@ def test_a_full_disk_or_a_lock_loses_nothing(path, ledger, monkeypatch):
 # -- bad files ---------------------------------------------------------------------------------------------------------
 
 
-def damage_middle(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
-    path.write_bytes(data)
-
-
-def damage_foreign(path):
-    path.unlink()
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("CREATE TABLE other (x)")
-
-
-def damage_format(path):
+def execute(path, statement):
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("UPDATE meta SET value = 1 WHERE key = 'format'")
+        db.execute(statement)
 
 
 DAMAGED = r"ledger.sqlite is damaged .* move ledger.sqlite\* out of the way"
@@ -203,9 +191,12 @@ DAMAGED = r"ledger.sqlite is damaged .* move ledger.sqlite\* out of the way"
         (lambda path: os.truncate(path, path.stat().st_size // 2), DAMAGED),
         (lambda path: os.truncate(path, 0), DAMAGED),
         (lambda path: path.write_bytes(b"x" * 5000), DAMAGED),
-        (damage_middle, DAMAGED),
-        (damage_foreign, DAMAGED),
-        (damage_format, "has format 1; this version reads format 2"),
+        (lambda path: [os.truncate(path, size) for size in (path.stat().st_size // 2, path.stat().st_size)], DAMAGED),
+        (lambda path: (path.unlink(), execute(path, "CREATE TABLE other (x)")), DAMAGED),
+        (
+            lambda path: execute(path, "UPDATE meta SET value = 1 WHERE key = 'format'"),
+            "has format 1; this version reads format 2",
+        ),
     ],
 )
 def test_a_bad_file_is_refused_and_left_alone(tmp_path, path, ledger, damage, message):

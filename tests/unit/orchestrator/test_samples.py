@@ -168,28 +168,15 @@ TEACHER = TeacherConfig(base_url="http://teacher")
 MASK = [False, False, False, True, False, False, True, False]
 
 
-def sequence(scores: int = 0) -> SampleTokens:
-    """user user | assistant: scaffold, sampled | tool tool | sampled | user; the first tokens have a teacher's scores."""
-    roles = ["user", "user", "assistant", "assistant", "tool", "tool", "assistant", "user"]
-    numbers = [ROLES.index(role) for role in roles]
-    made = SampleTokens(
-        array("i", range(10, 18)),
-        bytes(MASK),
-        array("f", [-0.5 * sampled for sampled in MASK]),
-        3,
-        0.0,
-        roles=bytes(numbers),
-    )
-    made.ref_logprobs = array("f", [0.0, *[-0.25] * 7][:scores]) if scores else None
-    return made
-
-
 def streams(
-    config: AlgorithmConfig, advantage: float = 0.5, *, keep_zero: bool = False, cut: int = 8, mask: list[bool] = MASK, scores: int | None = None
-) -> Any:  # fmt: skip
-    made = sequence(8 * (config.component == "ref_kl") if scores is None else scores)
-    logprobs = np.array(made.logprobs[:cut], dtype=np.float32)
-    return streams_of(config, made, np.array(mask[:cut]), logprobs, advantage, keep_zero)
+    config: AlgorithmConfig, advantage: float = 0.5, *, keep_zero: bool = False, cut: int = 8, mask: list[bool] = MASK
+) -> Any:
+    """Of user user | assistant: scaffold, sampled | tool tool | sampled | user; with a teacher's scores where it has one."""
+    roles = ["user", "user", "assistant", "assistant", "tool", "tool", "assistant", "user"]
+    logprobs = array("f", [-0.5 * sampled for sampled in MASK])
+    made = SampleTokens(array("i", range(10, 18)), bytes(MASK), logprobs, 3, 0.0, roles=bytes(map(ROLES.index, roles)))
+    made.ref_logprobs = array("f", [0.0, *[-0.25] * 7]) if config.component == "ref_kl" else None
+    return streams_of(config, made, np.array(mask[:cut]), np.array(logprobs[:cut]), advantage, keep_zero)
 
 
 def test_by_reward_and_echo() -> None:
@@ -328,6 +315,8 @@ ROUND, REPEATED = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 1, 2, 3, 4]
         # of 8 tokens 7 pairs, of which the repeated ones have 4 different: 3 of 7 repeat
         ({"repetition": {"ngram": 2, "max_share": 0.4, "min_tokens": 4}}, result(ROUND), result(REPEATED)),
         ({"repetition": {"ngram": 2, "max_share": 0.4, "min_tokens": 9}}, result(REPEATED), None),
+        # what a prompt repeats is not the policy's doing
+        ({"repetition": {"ngram": 1, "max_share": 0.0, "min_tokens": 1}}, result([1]), None),
         ({"gibberish": {"min_token_id": 100, "max_logprob": -9}}, result([100], 0, -8.9), result([100], 0, -9.1)),
         ({"gibberish": {"min_token_id": 100, "max_logprob": -9}}, result([99], 0, -20.0), None),
         ({"custom": {"path": f"{__file__}:shorter_than", "args": {"tokens": 2}}}, result([5, 6]), result([5])),
@@ -337,16 +326,6 @@ def test_rules_about_an_episode(rule: dict, kept: EpisodeResult, left_out: Episo
     (name,) = rule
     assert filter_reason(FilterConfig(**rule), kept, 100) == ""
     assert left_out is None or filter_reason(FilterConfig(**rule), left_out, 100) == name
-
-
-def test_prompts_do_not_count() -> None:
-    """Contract: what is repeated or improbable in a prompt is not the policy's doing."""
-    sample = SampleTokens(
-        array("i", [7] * 100 + [1]), bytes([False] * 100 + [True]), array("f", [0.0] * 100 + [-0.1]), 100, 0.0
-    )
-    repetition, gibberish = {"ngram": 1, "max_share": 0.0, "min_tokens": 1}, {"min_token_id": 0}
-    rules = FilterConfig(repetition=repetition, gibberish=gibberish)
-    assert filter_reason(rules, EpisodeResult("e", "env", "task", Outcome.OK, samples=[sample]), 1000) == ""
 
 
 def test_what_is_left_out_still_counts_in_the_baseline() -> None:

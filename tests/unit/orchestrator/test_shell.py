@@ -10,13 +10,12 @@ import pytest
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.fleet import weight_sync
-from prime_rl.fleet.client import VersionNotSent
-from prime_rl.monitor import Monitor, Status, read_metrics
+from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.orchestrator.audit import audit_text
-from prime_rl.orchestrator.orchestrator import Orchestrator
 from prime_rl.transport.commit import list_steps, prune
-from support.scripted import ScriptedEngine, World, fresh, has_batch, until
+from support.fleet import FleetWorld
+from support.scripted import World, fresh, has_batch, until
 
 
 def rows_of(world: World) -> list[dict[str, float]]:
@@ -191,32 +190,15 @@ async def test_what_limits_the_run_is_in_the_metrics_of_its_steps(tmp_path):
 async def test_a_server_that_is_not_sent_a_version_waits_while_others_serve(tmp_path, monkeypatch):
     """Contract: one that comes back while an evaluation holds up the newer version ends no run, however long that takes."""
     monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.05)
-    held = {"interval": 1, "at_start": True, "environments": [{"id": "env", "name": "held"}]}
-    world, other = fresh(tmp_path, eval=held, weights_timeout=0.5, max_steps=3), ScriptedEngine()
-    other.root, run_one, evaluated = "http://other", world.pool.run, asyncio.Event()
-
-    async def run(*, episode_id, **more):
-        if episode_id.startswith("eval"):
-            await evaluated.wait()
-        return await run_one(episode_id=episode_id, **more)
-
-    tries = []
-
-    async def update(weights):
-        tries.append(weights.version)
-        raise VersionNotSent("version 0 is superseded")
-
-    world.pool.run = run
-    monitor = Monitor(tmp_path, "orchestrator", world.config.monitor, {})
-    loop = Orchestrator(world.config, world.pool, [world.engine, other], Status(tmp_path, "orchestrator"), monitor)
-    task = asyncio.create_task(loop.run())
-    await until(lambda: loop.evaluations.running, run=task)
-    other.base()  # it is restarted
-    other.update = update
-    loop.weight_sync.begin(loop.scheduler)
-    loop.weight_sync.quarantine(loop.fleet.replicas[1], "restarted")
-    await until(lambda: tries, run=task)
+    world = FleetWorld(tmp_path, eval={"interval": 1, **HELD_OUT}, weights_timeout=0.5)
+    world.pool.seconds, (_, back) = 3600, world.servers
+    world.running = asyncio.create_task(world.orchestrator().run())
+    await world.wait(lambda: world.current.evaluations.running)
+    back.restart()
+    back.unsent = {0}
+    world.quarantine(back)
+    await world.wait(lambda: back.asked_for)
     await asyncio.sleep(1.0)  # twice the timeout
-    assert not task.done()
-    task.cancel()
-    await asyncio.wait([task], timeout=30)
+    assert not world.running.done()
+    world.running.cancel()
+    await asyncio.wait([world.running], timeout=30)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from prime_rl.config import OrchestratorConfig
 from prime_rl.config.orchestrator import TeacherConfig
@@ -38,14 +39,8 @@ async def serving(complete: Handler, models: Handler = listed) -> AsyncIterator[
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
     app.router.add_get("/v1/models", models)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-    finally:
-        await runner.cleanup()
+    async with TestServer(app) as server:
+        yield str(server.make_url("")).rstrip("/")
 
 
 async def vllm(request: web.Request) -> web.Response:
