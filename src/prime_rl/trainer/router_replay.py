@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from prime_rl.errors import UserError
 from prime_rl.trainer.moe import SparseBlock, sparse_blocks
+from prime_rl.trainer.source import one_line
 
 Chosen = npt.NDArray[np.int16]
 """(M, T, K) expert ids; -1 where the engine chose none and the trainer's router does."""
@@ -55,18 +56,23 @@ def _replaced_experts(block: SparseBlock, name: str) -> int:
     tensors = (*router.named_parameters(), *router.named_buffers())
     values = {key: torch.rand(tensor.shape, generator=draw) for key, tensor in tensors}
     inputs = [torch.rand(8, block.experts.config.hidden_size, generator=draw)]
-    own: Any = next(kind for kind in type(router).__mro__ if kind.__module__.startswith("transformers"))
-    inputs += [torch.zeros(router.expert_count)] * (len(signature(own.forward).parameters) - 2)  # a bias of the block's
 
     def choose() -> list[torch.Tensor]:
-        answers = functional_call(router, values, tuple(inputs))
-        return [answer for answer in answers if answer.dtype == torch.int64 and answer.ndim == 2]
+        return [answer for answer in functional_call(router, values, tuple(inputs)) if answer.ndim == 2]
 
     try:
-        for chosen_TK in choose()[:1]:
-            router.replayed = (chosen_TK + 1) % router.expert_count
-            if any(torch.equal(answer, router.replayed) for answer in choose()):
+        own: Any = next(kind for kind in type(router).__mro__ if kind.__module__.startswith("transformers"))
+        # A bias of the block's
+        inputs += [torch.zeros(router.expert_count)] * (len(signature(own.forward).parameters) - 2)
+        for chosen_TK in [answer for answer in choose() if answer.dtype == torch.int64][:1]:
+            router.replayed = (chosen_TK + router.expert_count // 2) % router.expert_count  # of other groups, too
+            answers = [answer for answer in choose() if answer.shape == chosen_TK.shape]
+            # A weight of 0: one whose group was masked, as it may be in training.
+            weighted = all(answer.all() for answer in answers if answer.is_floating_point())
+            if weighted and any(torch.equal(answer, router.replayed) for answer in answers):
                 return chosen_TK.shape[1]
+    except Exception as error:  # code of any model
+        raise UserError(f"router_replay: {type(router).__name__} in {name} cannot be tried: {one_line(error)}") from error
     finally:
         router.replayed = None
     raise UserError(f"router_replay: the choice of {type(router).__name__} in {name} cannot be replaced")

@@ -214,6 +214,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
             step += 1
 
         rows.flush()
+        stopped = config.max_steps is None or step < config.max_steps  # on every rank, whichever was asked
         written = ""
         if not config.bench:
             report.phase("saving what is left")
@@ -221,11 +222,11 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
             if step > 0:
                 versions.ensure(step, durable=True)
                 written = f"; weights in {step_dir(config.output_dir / 'weights', step)}"
-            checkpoints.finish(progress, stopped=stop())
+            checkpoints.finish(progress, stopped)
             versions.finish()
         elif world.is_main:  # it alone keeps the rows
             report.text(bench_table(config.output_dir, report.process))
-        report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens{written}")
+        report.close("stopped" if stopped else "finished", f"{step} steps, {progress.tokens:,} tokens{written}")
     close_world()
 
 
