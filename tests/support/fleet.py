@@ -205,11 +205,13 @@ class FleetWorld(World):
 
     async def _train(self) -> None:
         while self.trained < self.steps:
-            await until(lambda: has_batch(self, self.trained)(), run=self.running)
-            if self.trained + 1 == self.steps:
-                await until(lambda: self.over, run=self.running)
+            await until(self._may_train, run=self.running)
             self.trainer.commit(self.trained + 1, self.incarnation)
             self.trained += 1
+
+    def _may_train(self) -> bool:
+        """The last step waits for the end of the script, unless the trainer is restarted meanwhile."""
+        return has_batch(self, self.trained)() and (self.over or self.trained + 1 < self.steps)
 
     async def run(self, script: AsyncIterator[None]) -> None:
         """A run, and a script beside it up to its `yield`. Afterwards no episode is lost, and what was trained was sampled by a version that

@@ -285,7 +285,7 @@ def build_policy(
         except ValueError as error:
             raise UserError(f"model {source.name} is not a causal language model: {one_line(error)}") from error
     _check_architecture(lm, source.name)
-    head_form = check_head(lm, source.name)
+    head_form = check_head(lm.eval(), source.name)
     dtype = compute_dtype(config.dtype, world.device)
     if dtype != torch.bfloat16 and moe.sparse_blocks(lm):  # the compiler knows grouped products in bfloat16 only
         if config.compile:

@@ -97,6 +97,12 @@ def shard_routers(lm: PreTrainedModel, mesh: DeviceMesh) -> list[FSDPModule]:
     return routers[:1]
 
 
+def experts_per_token(lm: PreTrainedModel) -> int:
+    """Return K, by the names that families have for it; 1 in a dense model."""
+    text = lm.config.get_text_config()
+    return getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
+
+
 class Choice(TorchFunctionMode):
     """Sees a router choose K experts of all, and replaces them by those in `replayed_TK`. What it returns may be changed in
     place, unlike what checkpoints keep."""

@@ -59,9 +59,9 @@ def score(config: ParityConfig, directory: Path) -> bool:
     world = init_world(config.trainer.device, config.trainer.dist_timeout)
     source, computed = locate_model(settings, world, random_weights=False), compute_dtype(settings.dtype, world.device)
     settings = settings.model_copy(update={"compile": False}) if config.layers else settings  # hooks do not compile
-    policy, trained = build_policy(source, settings, world), list[Tensor]()
-    _record(policy.lm.model.layers if config.layers else (), trained)
     batch = collate(documents, len(STREAMS), pads_to(world.device))
+    policy, trained = build_policy(source, settings, world, tokens=len(batch.input_ids)), list[Tensor]()
+    _record(policy.lm.model.layers if config.layers else (), trained)
     new, entropy = (each.cpu() for each in policy(to_device(batch, world.device)))
     del policy
 

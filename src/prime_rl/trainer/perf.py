@@ -6,7 +6,7 @@ import resource
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from prime_rl.trainer import recurrent
+from prime_rl.trainer import moe, recurrent
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import attention_heads
@@ -40,7 +40,7 @@ def matmul_parameters(lm: PreTrainedModel) -> int:
     Of recurrent layers convolutions and gates count, the products of their state with itself do not: it is no parameter.
     """
     lookup = lm.get_input_embeddings().weight
-    chosen = getattr(lm.config.get_text_config(), "num_experts_per_tok", None) or 1
+    chosen = moe.experts_per_token(lm)
     whole = {parameter for mixer in recurrent.mixers(lm.model.layers) for parameter in mixer.parameters()}
     matrices = sum(
         p.numel() for p in lm.parameters() if (p.ndim == 2 or (p.ndim == 3 and p in whole)) and p is not lookup

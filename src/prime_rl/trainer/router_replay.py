@@ -62,8 +62,7 @@ def _replaced_experts(block: SparseBlock, name: str) -> int:
 
     try:
         own: Any = next(kind for kind in type(router).__mro__ if kind.__module__.startswith("transformers"))
-        # A bias of the block's
-        inputs += [torch.zeros(router.expert_count)] * (len(signature(own.forward).parameters) - 2)
+        inputs += [torch.zeros(router.expert_count)] * (len(signature(own.forward).parameters) - 2)  # a block's bias
         for chosen_TK in [answer for answer in choose() if answer.dtype == torch.int64][:1]:
             router.replayed = (chosen_TK + router.expert_count // 2) % router.expert_count  # of other groups, too
             answers = [answer for answer in choose() if answer.shape == chosen_TK.shape]
@@ -72,7 +71,9 @@ def _replaced_experts(block: SparseBlock, name: str) -> int:
             if weighted and any(torch.equal(answer, router.replayed) for answer in answers):
                 return chosen_TK.shape[1]
     except Exception as error:  # code of any model
-        raise UserError(f"router_replay: {type(router).__name__} in {name} cannot be tried: {one_line(error)}") from error
+        raise UserError(
+            f"router_replay: {type(router).__name__} in {name} cannot be tried: {one_line(error)}"
+        ) from error
     finally:
         router.replayed = None
     raise UserError(f"router_replay: the choice of {type(router).__name__} in {name} cannot be replaced")
