@@ -318,7 +318,7 @@ def test_an_outlived_trainer_commits_no_more(
     place: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once a later incarnation is opened the earlier trainer ends, by a message, before it commits anything."""
-    before = "renamed:weights/step_1"
+    before = "rename:weights/step_1"
 
     def point(name: str, file: Path | None = None) -> None:
         if name == before:
