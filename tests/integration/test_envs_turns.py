@@ -12,18 +12,12 @@ import pytest
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
 from prime_rl.envs.verifiers_v1 import VerifiersEnv
 from support.environments import write_environments
-from support.fake_engine import FakeEngine, assert_exact, make_tokenizer
-from support.turn_environments import SOURCES
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer(tmp_path_factory.mktemp("model"))
+from support.fake_engine import FakeEngine, assert_exact
 
 
 @pytest.fixture(autouse=True)
 def _environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(write_environments(tmp_path, SOURCES)))
+    monkeypatch.syspath_prepend(str(write_environments(tmp_path)))
 
 
 @asynccontextmanager
@@ -40,18 +34,18 @@ async def run(engine: FakeEngine, env: Any, max_tokens: int | None = 64) -> Epis
     return await env.run(Run(1, "e", 0, env.task_ids[0], {"max_tokens": max_tokens}, 0, engine.base_url, 0.0))
 
 
-async def test_max_turns(model: Path) -> None:
+async def test_max_turns(tiny_model: Path) -> None:
     """The conversation ends with as many replies, is judged, and is marked."""
-    async with world(model, max_turns=2) as (engine, env):
+    async with world(tiny_model, max_turns=2) as (engine, env):
         result = await run(engine, env)
     assert (result.ok, result.num_turns, result.reward, result.is_truncated) == (True, 2, 2.0, True), result.message
 
 
-async def test_experts_come_with_the_turns(model: Path) -> None:
+async def test_experts_come_with_the_turns(tiny_model: Path) -> None:
     """Contract: an episode that is to have the experts that the engine chose asks for those that it does not have yet, turn by
     turn, and has one row for each token but the last. A server that does not return them is refused, by name."""
     request = Run(1, "e", 0, "", {"max_tokens": 64, "routed_experts_prompt_start": 0}, 0, "", 0.0)
-    async with world(model, max_turns=3) as (engine, env):
+    async with world(tiny_model, max_turns=3) as (engine, env):
         request = replace(request, task_id=env.task_ids[0], base_url=engine.base_url)
         result = await env.run(request)
         assert (result.outcome, "router_replay" in result.message) == (Outcome.ENGINE_REFUSED, True), result.message
@@ -67,23 +61,23 @@ async def test_experts_come_with_the_turns(model: Path) -> None:
     assert asked == [0, *ends[:-1]]
 
 
-async def test_a_full_context_stops(model: Path) -> None:
+async def test_a_full_context_stops(tiny_model: Path) -> None:
     """The last replies get the room that is left; where there is none the conversation ends, is judged and marked."""
-    async with world(model, args={"words": ["word " * 8] * 9}, context=128) as (engine, env):
+    async with world(tiny_model, args={"words": ["word " * 8] * 9}, context=250) as (engine, env):
         engine.reply = lambda prompt: "long " * 4
         result = await run(engine, env)
     assert (result.ok, result.is_truncated) == (True, True), result.message
     assert 1 < result.num_turns < 9
     assert result.reward == result.num_turns
     for exchange in engine.exchanges:
-        assert exchange.body["sampling_params"]["max_tokens"] == min(64, 128 - len(exchange.prompt)) > 0
+        assert exchange.body["sampling_params"]["max_tokens"] == min(64, 250 - len(exchange.prompt)) > 0
     assert_exact(*result.samples, engine.exchanges)
-    assert len(result.samples[0].input_ids) <= 128
+    assert len(result.samples[0].input_ids) <= 250
 
 
-async def test_a_task_longer_than_the_context(model: Path) -> None:
+async def test_a_task_longer_than_the_context(tiny_model: Path) -> None:
     """Always `prompt_too_long`, with the task, its tokens and the context; also where it fills it to the last token."""
-    async with world(model, args={"words": ["x" * 300]}, context=128) as (engine, env):
+    async with world(tiny_model, args={"words": ["x" * 300]}, context=128) as (engine, env):
         result = await run(engine, env)
         assert (result.outcome, engine.started) == (Outcome.PROMPT_TOO_LONG, 0)
         assert result.task_id in result.message
@@ -92,5 +86,5 @@ async def test_a_task_longer_than_the_context(model: Path) -> None:
         ids = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         length = len(ids)
         assert str(length) in result.message
-    async with world(model, args={"words": ["x" * 300]}, context=length) as (engine, env):
+    async with world(tiny_model, args={"words": ["x" * 300]}, context=length) as (engine, env):
         assert (await run(engine, env, max_tokens=None)).outcome is Outcome.PROMPT_TOO_LONG

@@ -21,8 +21,8 @@ class Data(vf.TaskData):
 
 class Task(vf.Task[Data]):
     @vf.reward(weight=1.0)
-    async def marks(self, trace: vf.Trace) -> float:
-        return 1.0
+    async def turns(self, trace: vf.Trace) -> float:
+        return float(trace.num_turns)
 
 class Config(vf.TasksetConfig):
     {config}
@@ -36,6 +36,17 @@ class TestTaskset(vf.Taskset[Task, Config]):
             yield Task(Data(system_prompt="s", **data), self.config.task)
 
 __all__ = ["TestTaskset"]
+"""
+
+WORDS = """
+class WordsEnv(vf.SingleAgentEnv):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as chat:
+            for word in task.data.answer:
+                if (await chat.turn(word)).terminated:
+                    break
+
+__all__ += ["WordsEnv"]
 """
 
 
@@ -62,6 +73,8 @@ SOURCES = {
     "env_endless": taskset(
         config="pass", tasks="({'prompt': f'{n}: {random.randrange(10**6)}'} for n in itertools.count())", infinite=True
     ),
+    "env_words": taskset(config="words: list[str] = ['one', 'two', 'three']", tasks="[{'answer': self.config.words}]")
+    + WORDS,
 }
 
 

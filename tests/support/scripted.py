@@ -55,10 +55,6 @@ class ScriptedTrainer:
         with stage(place, step=step, producer="trainer", extra={"incarnation": incarnation}):
             pass
 
-    def batch(self, step: int, groups_opened: int) -> None:
-        """A committed batch as an earlier incarnation of the orchestrator left it: group `step`, both of its episodes trained."""
-        commit_batch(self.directory, step, groups_opened)
-
 
 class ScriptedEngine:
     """Serves what it is given; `base()` is a server that somebody has started again."""
@@ -136,8 +132,8 @@ class ScriptedPool:
 
 class World:
     def __init__(self, directory: Path, **settings: object) -> None:
-        base: dict[str, object] = {"environment": {"id": "env"}}
-        base |= {
+        base: dict[str, object] = {
+            "environment": {"id": "env"},
             "batch_size": 2,
             "rollouts_per_example": 2,
             "async_level": 0,

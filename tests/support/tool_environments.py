@@ -57,17 +57,13 @@ class Task(vf.Task[Data, Count]):
     async def added(self, trace: vf.Trace) -> float:
         return float(trace.state.total)
 
-class Config(vf.TasksetConfig):
-    prompt: str = "What is 2 + 3?"
-
-class DeskTaskset(vf.Taskset[Task, Config]):
+class DeskTaskset(vf.Taskset[Task, vf.TasksetConfig]):
     @classmethod
     def toolsets(cls, config):
         return [Desk(vf.SharedToolsetConfig())]
 
     def load(self):
-        for number in range(4):
-            yield Task(Data(prompt=self.config.prompt, name=str(number)), self.config.task)
+        yield Task(Data(prompt="What is 2 + 3?"), self.config.task)
 
 __all__ = ["DeskTaskset"]
 """
@@ -95,28 +91,9 @@ class PadTaskset(vf.Taskset[Task, vf.TasksetConfig]):
 __all__ = ["PadTaskset"]
 """
 
-BROKEN = SHARED.replace(
-    "from desk_tools import Count, Desk",
-    """
-from desk_tools import Count
-import desk_tools
-
-class Desk(desk_tools.Desk):
-    pass
-
-Desk.__module__ = "no_such_module"
-""",
-)
-
-BAD_PAD = OWN.replace(
-    "from desk_tools import Pad",
-    """
-import desk_tools
-
-class Pad(desk_tools.Pad):
-    async def setup_task(self, task) -> None:
-        raise RuntimeError("the index is not there")
-""",
-).replace("__all__", 'if __name__ == "__main__":\n    Pad.run()\n__all__')
+DATA = "class Data(vf.TaskData)"
+BROKEN = SHARED.replace(DATA, f'class Desk(Desk):\n    pass\n\nDesk.__module__ = "no_such_module"\n\n{DATA}')
+SETUP = "    async def setup_task(self, task) -> None:\n        raise RuntimeError('the index is not there')"
+BAD_PAD = OWN.replace(DATA, f"class Pad(Pad):\n{SETUP}\n\n{DATA}") + 'if __name__ == "__main__":\n    Pad.run()\n'
 
 SOURCES = {"env_bad_pad": BAD_PAD, "env_no_desk": BROKEN, "desk_tools": TOOLS, "env_desk": SHARED, "env_pad": OWN}

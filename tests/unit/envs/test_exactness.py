@@ -39,16 +39,8 @@ from prime_rl.inference.routes import routed_experts
 
 REPLAYED = {"routed_experts_prompt_start": 0}
 TEMPLATE = Path(__file__).parents[3] / "assets" / "tiny-reverse" / "chat_template.jinja"
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Sum é.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-        },
-    }
-]
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Sum é.", "parameters": PARAMETERS}}]
 CALLS = (
     '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
     '<tool_call>{"name":"add","arguments":{"a": "é"}}</tool_call>',
@@ -115,31 +107,20 @@ def numpy_file(rows: np.ndarray) -> str:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """By name of the case: a tokenizer, which has the tags of Qwen3 as tokens where they are needed."""
+def clients(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], tuple[EngineClient, Any]]:
+    """By name of the case, and whether branched: a client, and its tokenizer, with Qwen3's tags as tokens where needed."""
     root = tmp_path_factory.mktemp("exact")
     plain = str(make_tokenizer(root / "plain", TEMPLATE.read_text()))
     tags = str(make_tokenizer(root / "tags", TEMPLATE.read_text(), tags=True))
-    return {"chatml": plain, "chatml, tags as tokens": tags, "default": plain, "qwen3": tags}
-
-
-@pytest.fixture(scope="module")
-def renderers(models: dict[str, str]) -> dict[str, Any]:
-    return {name: choose(model, name.partition(",")[0], name != "default") for name, model in models.items()}
-
-
-@pytest.fixture(scope="module")
-def clients(models: dict[str, str], renderers: dict[str, Any]) -> dict[tuple[str, bool], EngineClient]:
-    return {
-        (name, branched): _client(models[name], renderer, branched)
-        for name, renderer in renderers.items()
-        for branched in (False, True)
-    }
-
-
-@pytest.fixture(scope="module")
-def tokenizers(models: dict[str, str]) -> dict[str, Any]:
-    return {name: tokenizer_of(model) for name, model in models.items()}
+    clients = {}
+    for name, model in {"chatml": plain, "chatml, tags as tokens": tags, "default": plain, "qwen3": tags}.items():
+        renderer, tokenizer = choose(model, name.partition(",")[0], name != "default"), tokenizer_of(model)
+        for branched, trajectories in ((False, "interleaved"), (True, "branched")):
+            setup = Setup("e", "e", {}, model, "default", "info", trajectories=trajectories)
+            client = EngineClient(setup, tools=False)
+            client.renderer = renderer
+            clients[name, branched] = client, tokenizer
+    return clients
 
 
 @pytest.mark.parametrize("by_verifiers", [True, False])
@@ -148,9 +129,7 @@ def tokenizers(models: dict[str, str]) -> dict[str, Any]:
 @settings(max_examples=40, deadline=None)
 @given(conversation=conversations, stock=st.booleans())
 def test_samples_are_what_the_engine_saw(
-    clients: dict[tuple[str, bool], EngineClient],
-    renderers: dict[str, Any],
-    tokenizers: dict[str, Any],
+    clients: dict[tuple[str, bool], tuple[EngineClient, Any]],
     name: str,
     branched: bool,
     by_verifiers: bool,
@@ -163,13 +142,8 @@ def test_samples_are_what_the_engine_saw(
 
     Of verifiers' conversations, and of those of classic and plain environments, which our own client keeps.
     """
-    engine, trace, renderer, tools = (
-        Script(stock=stock),
-        _trace(),
-        renderers[name],
-        TOOLS if name != "default" else None,
-    )
-    client = clients[name, branched]
+    engine, trace, tools = Script(stock=stock), _trace(), TOOLS if name != "default" else None
+    client, tokenizer = clients[name, branched]
     client._connections["u"] = engine  # type: ignore[assignment]
     talk = Conversation(client, "u", REPLAYED)
 
@@ -181,7 +155,7 @@ def test_samples_are_what_the_engine_saw(
             messages += [{"role": "assistant", "content": "made up"}, {"role": "user", "content": "go on"}]
         first = len(messages)
         for (reply, ended), move, text in turns:
-            engine.next = _ids(renderer, tokenizers[name], reply, ended)
+            engine.next = _ids(client.renderer, tokenizer, reply, ended)
             if by_verifiers:
                 message = await _turn(client, trace, messages, tools, REPLAYED)
             else:
@@ -197,14 +171,12 @@ def test_samples_are_what_the_engine_saw(
         _compare_experts(engine, sample)
 
 
-async def test_a_call_that_nests_without_end(
-    clients: dict[tuple[str, bool], EngineClient], renderers: dict[str, Any], tokenizers: dict[str, Any]
-) -> None:
+async def test_a_call_that_nests_without_end(clients: dict[tuple[str, bool], tuple[EngineClient, Any]]) -> None:
     """Deeper than Python reads JSON: a broken call like others, which the model is told of."""
-    engine, trace, client = Script(), _trace(), clients["chatml", False]
+    engine, trace, (client, tokenizer) = Script(), _trace(), clients["chatml", False]
     client._connections["u"] = engine  # type: ignore[assignment]
     text = '<tool_call>\n{"name": "add", "arguments": ' + "[" * 3000 + "]" * 3000 + "}\n</tool_call>"
-    engine.next = _ids(renderers["chatml"], tokenizers["chatml"], text, True)
+    engine.next = _ids(client.renderer, tokenizer, text, True)
     message = await _turn(client, trace, [{"role": "user", "content": "a"}], TOOLS)
     function = message["tool_calls"][0]["function"]
     assert function["name"] == MALFORMED_CALL
@@ -220,7 +192,9 @@ def _compare(engine: Script, samples: list[SampleTokens], branched: bool) -> Non
     seen = Counter((*prompt, *completion) for prompt, completion, _ in engine.exchanges)
     assert all(tuple(one.input_ids) in seen for one in samples)
     given = Counter(
-        pair for prompt, completion, logprobs in engine.exchanges for pair in _placed(prompt, completion, logprobs)
+        (place, token, logprob)
+        for prompt, completion, logprobs in engine.exchanges
+        for place, (token, logprob) in enumerate(zip(completion, array("f", logprobs), strict=True), len(prompt))
     )
     trained = Counter(
         (place, token, logprob)
@@ -251,10 +225,6 @@ def _compare_experts(engine: Script, sample: SampleTokens) -> None:
         if sample.loss_mask[place + 1]:
             assert place + 1 >= len(prompt)
             assert array("f", [logprobs[place + 1 - len(prompt)]])[0] == sample.logprobs[place + 1]
-
-
-def _placed(prompt: list[int], completion: list[int], logprobs: list[float]) -> list[tuple[int, int, float]]:
-    return list(zip(range(len(prompt), len(prompt) + len(completion)), completion, array("f", logprobs), strict=True))
 
 
 def _next(messages: list[dict[str, Any]], first: int, move: str, text: str) -> list[dict[str, Any]]:
@@ -292,13 +262,6 @@ async def _turn(
     trace.calls.append(ModelCall(node=node, usage=response.usage, model="m", time=TimeSpan(start=0.0, end=0.0)))
     message: dict[str, Any] = response.raw["choices"][0]["message"]
     return message
-
-
-def _client(model: str, renderer: Any, branched: bool) -> EngineClient:
-    trajectories = "branched" if branched else "interleaved"
-    client = EngineClient(Setup("e", "e", {}, model, "default", "info", trajectories=trajectories), tools=False)
-    client.renderer = renderer
-    return client
 
 
 def _trace() -> Any:

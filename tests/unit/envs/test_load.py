@@ -9,15 +9,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 from environments import write_environments
-from fake_engine import make_tokenizer
 
 from prime_rl.envs.ids import LoadError
 from prime_rl.envs.protocol import Outcome, Run, Setup
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)
@@ -51,19 +45,19 @@ def load(env_id: str, model: Path, demonstration: str = "", **args: Any) -> Any:
         ("env-answers", {"answers": [[]]}, "answer", "has nothing in its field 'answer' to show"),
     ],
 )
-def test_what_is_wrong_is_named(env_id: str, args: dict[str, Any], field: str, message: str, model: Path) -> None:
+def test_what_is_wrong_is_named(env_id: str, args: dict[str, Any], field: str, message: str, tiny_model: Path) -> None:
     """On one line, with the environment: not found, a missing dependency, an error on import or in load, an old or empty package, an argument that
     is unknown, of the wrong kind or refused, a demonstration that is not there."""
     with pytest.raises(LoadError) as caught:
-        load(env_id, model, field, **args)
+        load(env_id, tiny_model, field, **args)
     assert message in str(caught.value)
     assert f"environment '{env_id}'" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-async def test_a_task_that_demonstrates_nothing(model: Path) -> None:
+async def test_a_task_that_demonstrates_nothing(tiny_model: Path) -> None:
     """Contract: its episodes are invalid and say why, before anything is sampled; 0 is an answer."""
-    env = load("env-answers", model, "answer", answers=["a", None, "", 0])
+    env = load("env-answers", tiny_model, "answer", answers=["a", None, "", 0])
     for place in (1, 2):
         result = await env.run(Run(1, "e", place, env.task_ids[place], {}, 0, "http://127.0.0.1:9/v1", 0.0))
         assert result.outcome is Outcome.INVALID
@@ -72,27 +66,27 @@ async def test_a_task_that_demonstrates_nothing(model: Path) -> None:
     assert env._show(env._tasks[3]) != env._show(env._tasks[0])
 
 
-def test_an_endless_taskset(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_taskset(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first tasks, the same in every worker, though they are drawn at random."""
     from prime_rl.envs import verifiers_v1
 
     monkeypatch.setattr(verifiers_v1, "ENDLESS_TASKS", 12)
-    one, other = load("env-endless", model), load("env-endless", model)
+    one, other = load("env-endless", tiny_model), load("env-endless", tiny_model)
     assert len(one.task_ids) == 12
     assert one.task_ids == other.task_ids
     assert not one.bounded
 
 
-def test_ids(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments reach the taskset, ids are durable and distinct; a module within a package has them, too, and what
     docs/guides/environments.md shows of verifiers 0.4 can be pasted, with a split for evaluations."""
-    env = load("reverse-text", model, split="eval", num_tasks=5)
+    env = load("reverse-text", tiny_model, split="eval", num_tasks=5)
     assert len(set(env.task_ids)) == 5
     assert all(task_id.startswith("reverse-text/") for task_id in env.task_ids)
     directory = tmp_path / "environments" / "gyms" / "envs"
     directory.mkdir(parents=True)
     (tmp_path / "environments" / "env_good.py").rename(directory / "good_gym.py")
-    assert len(load("owner/gyms.envs.good-gym", model, num_tasks=3).task_ids) == 3
+    assert len(load("owner/gyms.envs.good-gym", tiny_model, num_tasks=3).task_ids) == 3
     page = (Path(__file__).parents[3] / "docs" / "guides" / "environments.md").read_text()
     (tmp_path / "environments" / "shout.py").write_text(page.partition("# shout.py")[2].partition("```")[0])
-    assert len(load("shout", model, split="eval", num_tasks=3).task_ids) == 3
+    assert len(load("shout", tiny_model, split="eval", num_tasks=3).task_ids) == 3

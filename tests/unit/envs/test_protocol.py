@@ -1,7 +1,6 @@
 """The wire: every message survives it unchanged, and nothing else gets in."""
 
 from array import array
-from dataclasses import replace
 
 import msgpack
 import pytest
@@ -34,15 +33,13 @@ EPISODE = EpisodeResult(
             1,
             0.25,
             "solver",
+            part=1,
             roles=bytes([2, 3, 3]),
-        ),
-        replace(
-            SampleTokens(array("i", [1]), bytes([True]), array("f", [0.0]), 0, 0.0),
+            hint=array("i", [7]),
+            ref_logprobs=array("f", [0, -2]),
             experts=RoutedExperts(bytes(range(12)), 2, 3, 2),
         ),
-        SampleTokens(
-            array("i", [1, 2]), b"\0\1", array("f", [0, -1]), 1, 0.0, "", 1, None, array("i", [7]), array("f", [0, -2])
-        ),
+        SampleTokens(array("i", [1]), bytes([True]), array("f", [0.0]), 0, 0.0),
     ],
     parts=[Part("solver", 0.5, {"lcs": 0.5}, {}, 1, False), Part("", 0.0, {"lcs": 0.0}, {"n": 1.0}, 2, True)],
     timing={"agent": 1.5},

@@ -15,7 +15,7 @@ from prime_rl.monitor.monitor import metrics_path
 from prime_rl.orchestrator.audit import audit_text
 from prime_rl.transport.commit import list_steps, prune
 from support.fleet import FleetWorld
-from support.scripted import World, fresh, has_batch, until
+from support.scripted import World, commit_batch, fresh, has_batch, until
 
 
 def rows_of(world: World) -> list[dict[str, float]]:
@@ -38,7 +38,7 @@ async def test_when_the_trainer_goes_on_from_an_earlier_step_its_later_versions_
         world.trainer.commit(version, incarnation=0)
     world.trainer.live(0, 0)
     for step in range(6):
-        world.trainer.batch(step, groups_opened=step + 1)
+        commit_batch(tmp_path, step, groups_opened=step + 1)
     world.joint(2)
     orchestrator = world.orchestrator()
     run = asyncio.create_task(orchestrator.run())
@@ -65,7 +65,7 @@ async def test_a_run_is_not_mixed_with_another(tmp_path):
     await asyncio.wait([run])
     prune(tmp_path / "rollouts" / "step_0")
     await fails(world, "episodes of an earlier run")
-    world.trainer.batch(0, groups_opened=1)
+    commit_batch(tmp_path, 0, groups_opened=1)
     world.config = world.config.model_copy(update={"recover": True, "seed": 1})
     await fails(world, "began with seed 0 and would continue with 1")
 
