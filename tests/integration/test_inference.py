@@ -22,11 +22,7 @@ from prime_rl import faults
 from prime_rl.inference.engine_watch import ASK_SECONDS
 from prime_rl.monitor.status import ProcessStatus, read_status
 from prime_rl.processes import table
-from prime_rl.transport.weights import (
-    hash_directory,
-    version_hash,
-    weights_manifest,
-)
+from prime_rl.transport.weights import hash_directory, version_hash, weights_manifest
 from support import doors
 from support.processes import until
 from support.publishing import PublishingTrainer
@@ -130,13 +126,14 @@ async def test_requests_in_flight_survive_an_update(server: InferenceServer, cha
     assert switched > 0
 
 
+async def metric(client: httpx.AsyncClient, name: str) -> float:
+    lines = (await client.get("/metrics")).text.splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+
 async def until_running(client: httpx.AsyncClient, count: int) -> None:
     async with asyncio.timeout(60):
-        while True:
-            text = (await client.get("/metrics")).text
-            running = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
-            if running and float(running[0].split()[-1]) >= count:
-                return
+        while await metric(client, "num_requests_running") != count:
             await asyncio.sleep(0.05)
 
 
@@ -144,20 +141,13 @@ async def test_a_client_that_goes_away_ends_its_request(server: InferenceServer,
     """Contract: what nobody waits for any more is not sampled to its end."""
     length = 256
     async with httpx.AsyncClient(base_url=server.root, timeout=120) as client:
-
-        async def metric(name: str) -> float:
-            lines = (await client.get("/metrics")).text.splitlines()
-            return next(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
-
-        before = await metric("generation_tokens_total")
+        before = await metric(client, "generation_tokens_total")
         body = request(server, chat_prompt, max_tokens=length, ignore_eos=True)
         reply = asyncio.create_task(client.post("/v1/sample", json=body))
         await until_running(client, 1)
         reply.cancel()
-        async with asyncio.timeout(60):
-            while await metric("num_requests_running") > 0:
-                await asyncio.sleep(0.05)
-        assert await metric("generation_tokens_total") - before < length
+        await until_running(client, 0)
+        assert await metric(client, "generation_tokens_total") - before < length
 
 
 async def test_a_pause_outlasts_an_update(server: InferenceServer, chat_prompt: list[int]) -> None:

@@ -1,6 +1,5 @@
 """The `rl` command before anything is started: dry runs and refusals leave nothing behind. And W&B without a network."""
 
-import os
 import re
 import socket
 import subprocess
@@ -29,10 +28,10 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-def rl(model: Path, output_dir: Path, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def rl(model: Path, output_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
     given = ("--inference.server.port", str(PORT), "--model.name", str(model), "--output-dir", str(output_dir))
     environment = ("--orchestrator.environment.id", "reverse-text")
-    return run_forked("rl", *given, *environment, *options, env={**os.environ, **environ})
+    return run_forked("rl", *given, *environment, *options)
 
 
 def test_dry_run_prints_the_plan_and_writes_only_configs(model: Path, tmp_path: Path) -> None:

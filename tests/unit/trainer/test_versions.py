@@ -51,13 +51,6 @@ def run(request: pytest.FixtureRequest, opened: Open) -> Iterator[Run]:
         yield made
 
 
-@pytest.fixture
-def memory(opened: Open) -> Iterator[Run]:
-    """A run that publishes from memory."""
-    with opened("memory") as made:
-        yield made
-
-
 def trained(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: p.full_tensor().detach().bfloat16().clone() for name, p in named_parameters(policy)}
 
@@ -182,10 +175,10 @@ def test_resume(run: Run) -> None:
 # ---- memory
 
 
-def test_a_durable_version_can_be_had_all_the_time(memory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_durable_version_can_be_had_all_the_time(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: at first its directory holds a manifest alone; its files come into that one, under the same hash, while
     the publisher still has it."""
-    incarnation, directory, seen = memory.incarnation(), memory.weights / "step_1", list[Any]()
+    seen = list[Any]()
 
     def point(name: str, *_: object) -> None:
         if name == "lasting:weights/step_1":
@@ -194,13 +187,15 @@ def test_a_durable_version_can_be_had_all_the_time(memory: Run, monkeypatch: pyt
             assert {path.name for path in directory.iterdir()} == {MANIFEST, ".durable"}
             seen.extend([directory.stat().st_ino, received(weights_manifest(directory))])
 
-    monkeypatch.setattr("prime_rl.transport.weights.faults.point", point)
-    (digest,) = memory.train(incarnation, range(1, 2), durable=(1,)).values()
-    assert seen[0] == directory.stat().st_ino
-    manifest = verify_weights(directory)
-    assert (manifest.hash, manifest.publisher) == (digest, None)
-    assert_equal(seen[1], trained(memory.policy))
-    assert_equal(load_file(directory / "model.safetensors"), trained(memory.policy))
+    with opened("memory") as run:
+        incarnation, directory = run.incarnation(), run.weights / "step_1"
+        monkeypatch.setattr("prime_rl.transport.weights.faults.point", point)
+        (digest,) = run.train(incarnation, range(1, 2), durable=(1,)).values()
+        assert seen[0] == directory.stat().st_ino
+        manifest = verify_weights(directory)
+        assert (manifest.hash, manifest.publisher) == (digest, None)
+        assert_equal(seen[1], trained(run.policy))
+        assert_equal(load_file(directory / "model.safetensors"), trained(run.policy))
 
 
 def test_versions_of_an_interval_are_kept_for_good(opened: Open) -> None:
