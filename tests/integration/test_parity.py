@@ -106,8 +106,8 @@ def test_where_the_trainer_begins_to_differ(
     """Contract: the first layer that is marked is the one that is computed otherwise."""
     build = parity_scorer.build_policy
 
-    def broken(*arguments: Any) -> Any:
-        policy = build(*arguments)
+    def broken(*arguments: Any, **named: Any) -> Any:
+        policy = build(*arguments, **named)
         policy.lm.model.layers[1].register_forward_hook(lambda _, args, out: out * 1.1)
         return policy
 
