@@ -1,9 +1,10 @@
 """Mixture-of-experts blocks of any family that uses transformers' experts interface: routed in float32, computed in groups.
 
 Blocks and routers stay transformers' own modules. The experts' forward is `mix`, registered as `NAME`; every call of a
-router goes through `route`. A router's choice is replaced there (`router_replay`): `Choice` sees the scores [T, E] and the
-experts [T, K] chosen by them; scores of others, gathered instead, go on through the router's own formula. Letters: T tokens, K experts of
-each, S = T·K, E experts, I width of an expert's hidden layer, J of its first product (2·I with a gate), H hidden size.
+router goes through `route`. A router's choice is replaced there (`router_replay`): `Choice` sees the scores [T, E] and
+the experts [T, K] chosen by them; scores of others, gathered instead, go on through the router's own formula. Letters:
+T tokens, K experts of each, S = T·K, E experts, I width of an expert's hidden layer, J of its first product (2·I with a
+gate), H hidden size.
 """
 
 from collections.abc import Callable

@@ -76,9 +76,8 @@ def stored_tensors(policy: nn.Module, held: Collection[str] = ()) -> Iterator[St
     files, whose tensors under transformers' own names are left whole. Raises UserError if one is no slice of a parameter.
     """
     assert isinstance(policy.lm, PreTrainedModel)
-    state: dict[str, Tensor] = policy.lm.state_dict(
-        keep_vars=True
-    )  # with routers' correction biases, which are buffers
+    # With routers' correction biases, which are buffers
+    state: dict[str, Tensor] = policy.lm.state_dict(keep_vars=True)
     values = {plain_name(name): value for value, name in {v: n for n, v in reversed(state.items())}.items()}
     wholes = {name: torch.empty(value.shape, device="meta") for name, value in values.items()}
     origins = {whole.untyped_storage()._cdata: name for name, whole in wholes.items()}
