@@ -1,6 +1,9 @@
 """Tests of this folder need an NVIDIA GPU. Without one they are not even imported, which takes seconds."""
 
+import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,3 +22,16 @@ def world() -> Iterator[World]:
     """Of this process alone."""
     yield init_world("cuda", 60)
     close_world()
+
+
+@pytest.fixture
+def vllm_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the package is not installed, what vLLM finds its routes by; and no kernel that is compiled at the start."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from package import plugin_path
+
+    path = [*plugin_path(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    sys.path_importer_cache.clear()

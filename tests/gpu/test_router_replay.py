@@ -1,8 +1,6 @@
 """Router replay against a real engine: what vLLM says that it chose is what it computed with, over turns, cached prefixes and an
 update in flight. One server (60 to 130 s on an H100). Needs vLLM's CUDA build."""
 
-import os
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,21 +28,10 @@ ENGINE = compat.installed_engine()
 if not torch.cuda.is_available() or ENGINE is None or ENGINE.device != "cuda":
     pytest.skip("no GPU, or no vLLM for it", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("vllm_environment")
+
 CONVERSATIONS, PROMPT, REPLY = 24, 40, 80
 NOISE_MEAN, NOISE_MOST = 0.03, 0.5  # nats: kernels of two programs in bfloat16, on the same experts
-
-
-@pytest.fixture(autouse=True)
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the package is not installed, what vLLM finds its routes by; and no kernel that is compiled at the start."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    from package import plugin_path
-
-    path = [*plugin_path(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
-    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    sys.path_importer_cache.clear()
 
 
 def make_model(directory: Path) -> Path:

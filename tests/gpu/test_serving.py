@@ -3,9 +3,7 @@
 Each test starts two servers at the same time (60 to 90 s on an H200). Needs vLLM's CUDA build; `prime_rl` may be on PYTHONPATH only.
 """
 
-import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -26,6 +24,8 @@ from prime_rl.transport.weights import hash_directory, manifest_extra
 ENGINE = compat.installed_engine()
 if not torch.cuda.is_available() or ENGINE is None or ENGINE.device != "cuda":
     pytest.skip("no GPU, or no vLLM for it", allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("vllm_environment")
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 PROMPT = [(37 * place + 11) % 256 for place in range(96)]
@@ -84,19 +84,6 @@ def reference(model: Path) -> torch.Tensor:
     with torch.no_grad():
         logprobs = policy(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
     return logprobs.gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
-
-
-@pytest.fixture(autouse=True)
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the package is not installed, what vLLM finds its routes by; and no kernel that is compiled at the start."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    from package import plugin_path
-
-    path = [*plugin_path(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
-    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    sys.path_importer_cache.clear()
 
 
 @pytest.fixture

@@ -3,35 +3,26 @@
 On a CPU, with the loader's own code taken away too: tests/integration/test_wrong_weights.py. One server for all, a minute on an H200.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from conftest import InferenceServer
 from prime_rl.config.shared import ClientConfig
 from prime_rl.fleet.client import InferenceClient
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.inference import compat
-from prime_rl.trainer.model import Policy
-from prime_rl.trainer.parallel import World
 from support import trainer as support
+from support import wrong_weights
 from support.wrong_weights import DRIFTED, Run, Tensors, flip, skip_a_tensor, stay, swap_layers
 
 ENGINE = compat.installed_engine()
 if not torch.cuda.is_available() or ENGINE is None or ENGINE.device != "cuda":
     pytest.skip("no GPU, or no vLLM for it", allow_module_level=True)
 
-world, make_policy = support.world, support.make_policy
+world, make_policy, run = support.world, support.make_policy, wrong_weights.run
 Mutation = Callable[[Tensors, Tensors], Tensors]
 FAR = 20 * DRIFTED  # there one tensor that stayed behind shows beside the noise of bfloat16; at 5 it does not
-
-
-@pytest.fixture
-def run(inference_server: InferenceServer, make_policy: Callable[..., Policy], world: World) -> Iterator[Run]:
-    inference_server.reset()
-    yield Run(inference_server, make_policy, world)
-    inference_server.reset()
 
 
 async def test_right_weights_are_within_the_tolerance(run: Run) -> None:

@@ -1,30 +1,23 @@
-"""Mutations of the weights on their way into a real engine, which the check of logprobs finds. What happens to files the hash finds: test_inference.py.
+"""Mutations of the weights on their way into a real engine, which the check of logprobs finds. What happens to files the
+hash finds: test_inference.py.
 
-A version is committed whose hashes are those of wrong tensors and whose fixed prompt has the log-probabilities of the right ones, as the trainer would have scored it: hashes
-have nothing to find. That a reload really packs heads and experts again: test_inference.py. In bfloat16 on a GPU: tests/gpu/test_wrong_weights.py.
+A version is committed whose hashes are those of wrong tensors and whose fixed prompt has the log-probabilities of the
+right ones, as the trainer would have scored it: hashes have nothing to find. That a reload really packs heads and experts
+again: test_inference.py. In bfloat16 on a GPU: tests/gpu/test_wrong_weights.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from conftest import InferenceServer
 from prime_rl.config.shared import ClientConfig
 from prime_rl.fleet.client import InferenceClient
 from prime_rl.fleet.logprob_check import LEAST_LARGEST, LEAST_MEAN, LogprobCheck, LogprobCheckFailed
-from prime_rl.trainer.model import Policy
-from prime_rl.trainer.parallel import World
 from support import trainer as support
+from support import wrong_weights
 from support.wrong_weights import DRIFTED, STEPPED, Run, Tensors, flip, skip_a_tensor, stay, swap_layers
 
-world, make_policy = support.world, support.make_policy
-
-
-@pytest.fixture
-def run(inference_server: InferenceServer, make_policy: Callable[..., Policy], world: World) -> Iterator[Run]:
-    inference_server.reset()
-    yield Run(inference_server, make_policy, world)
-    inference_server.reset()
+world, make_policy, run = support.world, support.make_policy, wrong_weights.run
 
 
 async def test_right_weights_are_in_a_narrow_tolerance(run: Run) -> None:

@@ -1,9 +1,10 @@
 """Versions of a model that an engine loads, and what may go wrong with them on their way: for mutation tests on a CPU and on GPUs."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -115,3 +116,10 @@ def flip(bit: int) -> Callable[[Tensors, Tensors], Tensors]:
         return {**new, name: changed}
 
     return flip_bit
+
+
+@pytest.fixture
+def run(inference_server: InferenceServer, make_policy: Callable[..., Policy], world: World) -> Iterator[Run]:
+    inference_server.reset()
+    yield Run(inference_server, make_policy, world)
+    inference_server.reset()
