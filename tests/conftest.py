@@ -68,7 +68,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 class ByPlace(LoadFileScheduling):
-    """What one worker runs, one after the other: a file, and all that start real servers, which share one of them and want a core each."""
+    """What one worker runs, one after the other: a file, and all that start real servers, which share one of them and want
+    a core each. In the order of the folders: what forks this process comes before what runs torch in it, whose threads a
+    fork does not survive."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
