@@ -6,12 +6,12 @@ from statistics import fmean
 from typing import Any
 
 from charts import Line, Panel, write_chart
+from machine import renewed
 from tables import markdown
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "reference" / "bandit.md"
 FIGURES = DOCS / "figures"
-BEGIN, END = "<!-- bandit: begin -->", "<!-- bandit: end -->"
 
 Found = Mapping[str, Any]
 
@@ -39,10 +39,7 @@ def write_page(found: Found) -> None:
 
 def page(found: Found) -> str:
     """`bandit.md` with the part between the markers written again."""
-    before, begin, rest = PAGE.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert end, f"{PAGE} has lost its markers"
-    return f"{before}{begin}\n\n{_text(found)}\n\n{end}{after}"
+    return renewed(PAGE, "bandit", f"\n{_text(found)}\n")
 
 
 def _text(found: Found) -> str:

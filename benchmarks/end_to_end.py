@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from machine import describe_gpus, describe_machine
+from machine import describe_gpus, describe_machine, renewed
 from rl_runs import mean, run_rl, visible
 from steps import write_random_model
 
@@ -245,9 +245,7 @@ def main() -> None:
     arguments = parser.parse_args(shlex.split(ours))
     arguments.more = shlex.split(more)
     if arguments.tables:
-        before, begin, rest = README.read_text().partition("<!-- runs: begin -->")
-        after = rest.partition("<!-- runs: end -->")[2]
-        README.write_text(f"{before}{begin}\n{show(json.loads(RESULTS.read_text()))}\n<!-- runs: end -->{after}")
+        README.write_text(renewed(README, "runs", show(json.loads(RESULTS.read_text()))))
         return
     if not arguments.cases or (unknown := set(arguments.cases) - CASES.keys()):
         parser.error(f"name cases of {', '.join(CASES)}" + (f", not {', '.join(unknown)}" if arguments.cases else ""))

@@ -12,6 +12,15 @@ PACKAGES = (
 )  # fmt: skip
 
 
+def renewed(page: Path, name: str, body: str) -> str:
+    """The text of a page with `body` between its marks `<!-- name: begin -->` and `<!-- name: end -->`."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, _, rest = page.read_text().partition(begin)
+    _, mark, after = rest.partition(end)
+    assert mark, f"{page} has lost its marks"
+    return f"{before}{begin}\n{body}\n{end}{after}"
+
+
 def describe_machine() -> dict[str, object]:
     """Hardware, versions and date, for the JSON beside a table."""
     return {

@@ -14,13 +14,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from machine import describe_gpus, describe_machine
+from machine import describe_gpus, describe_machine, renewed
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "parity.json"
 PAGE = HERE.parent / "docs" / "guides" / "parity.md"
 TOKENIZER = HERE.parent / "assets" / "tiny-reverse"
-BEGIN, END = "<!-- parity: begin -->", "<!-- parity: end -->"
 SECONDS = 600.0
 SPREAD = 0.15  # of weights: those that transformers draws make all tokens equally likely
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -120,11 +119,10 @@ def table(rows: dict[str, Any]) -> list[str]:
 
 
 def write_page(results: dict[str, Any]) -> None:
-    machine, text = results["machine"], PAGE.read_text()
+    machine = results["machine"]
     on = f"{machine['cpu']}, {machine['date']}; " + ", ".join(f"{k} {v}" for k, v in machine["packages"].items())
-    body = "\n".join([BEGIN, *table(results["rows"]), "", f"On {', '.join(results['gpus']) or on}.", END])
-    start, end = text.index(BEGIN), text.index(END) + len(END)
-    PAGE.write_text(text[:start] + body + text[end:])
+    body = "\n".join([*table(results["rows"]), "", f"On {', '.join(results['gpus']) or on}."])
+    PAGE.write_text(renewed(PAGE, "parity", body))
 
 
 def main() -> None:

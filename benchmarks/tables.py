@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from machine import renewed
 from steps import Case
 from suites import SUITES
 
@@ -122,11 +123,7 @@ def markdown(table: Table) -> str:
 def readme() -> str:
     """`README.md` with the part between the markers written again."""
     parts = [*_trainer_part(), *_sync_part()]
-    before, begin, rest = README.read_text().partition("<!-- trainer: begin -->")
-    _, end, after = rest.partition("<!-- trainer: end -->")
-    assert end, f"{README} has lost its markers"
-    text = "\n\n".join(parts)
-    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+    return renewed(README, "trainer", "\n" + "\n\n".join(parts) + "\n")
 
 
 def rewrite_readme() -> None:

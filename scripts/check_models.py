@@ -30,7 +30,7 @@ sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
 import torch  # noqa: E402
 from loguru import logger  # noqa: E402
-from machine import describe_machine  # noqa: E402
+from machine import describe_machine, renewed  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
@@ -50,7 +50,6 @@ from support.architectures import (  # noqa: E402
 
 OUT = REPOSITORY / "benchmarks" / "results" / "models.json"
 PAGE = REPOSITORY / "docs" / "reference" / "models.md"
-BEGIN, END = "<!-- models: begin -->", "<!-- models: end -->"
 LOGPROB_LIMIT = 1e-4  # nats
 GRADIENT_LIMIT = 1e-3  # of a parameter's largest gradient
 SECONDS = 120.0  # for one type
@@ -85,7 +84,7 @@ def main() -> int:
         if options.write:
             write_rows(rows)
     if options.write or options.table:
-        write_page(PAGE, json.loads(OUT.read_text()))
+        PAGE.write_text(renewed(PAGE, "models", table(json.loads(OUT.read_text()))))
     return 0 if options.table else int(any(row["verdict"] == WRONG for row in rows))
 
 
@@ -265,25 +264,29 @@ def table(held: dict[str, Any]) -> str:
     for row in rows.values():
         if row["verdict"] in (REFUSED, NOT_BUILT):
             reasons.setdefault(f"{row['verdict']}: {plain(row['reason'])}", []).append(row)
-    lines += ["", "## Refused, and types of which there is no model", ""]
-    lines += ["| why | types that vLLM serves | others |", "|---|---|---|"]
+    lines += ["", "## Settings that are refused", ""]
+    for row in rows.values():
+        if row["verdict"] == RIGHT:
+            lines += [
+                item(f"`{row['type']}` with {variant}: {plain(why)}") for variant, (_, why) in row["others"].items()
+            ]
+    lines += ["", "## Refused, and types of which there is no model", "", "Those in bold are served by vLLM.", ""]
     for reason, group in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0])):
-        served, unserved = (
-            ", ".join(f"`{row['type']}`" for row in group if row["served"].startswith("yes") == wanted)
-            for wanted in (True, False)
-        )
-        lines.append(f"| {reason} | {served} | {unserved} |")
+        names = (f"**`{row['type']}`**" if row["served"].startswith("yes") else f"`{row['type']}`" for row in group)
+        lines.append(item(f"{reason}: {', '.join(names)}"))
     return "\n".join(lines)
 
 
+def item(text: str) -> str:
+    """An item of a list, wrapped."""
+    return textwrap.fill(f"* {text}", 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
 def trained(row: Row) -> str:
-    """Whether a type is trained, and for what of it that is refused why, each reason once."""
+    """Whether a type is trained, and with which settings not."""
     if row["verdict"] != RIGHT:
-        return f"{row['verdict']}: {plain(row['reason'])}"
-    refused: dict[str, list[str]] = {}
-    for variant, (_, reason) in row["others"].items():
-        refused.setdefault(plain(reason), []).append(variant)
-    return "yes" + "".join(f"; not with {', '.join(names)}: {reason}" for reason, names in refused.items())
+        return row["verdict"]
+    return f"yes, not with {', '.join(row['others'])}" if row["others"] else "yes"
 
 
 def numbers(row: Row) -> str:
@@ -291,19 +294,9 @@ def numbers(row: Row) -> str:
 
 
 def plain(text: str) -> str:
-    """Fit for a cell: without the beginning that all refusals have, without bars, in 200 characters."""
-    text = re.sub(r"^model X( \(\w+\))?:? (cannot be trained: )?", "", text).replace("|", "\\|").replace("\n", " ")
+    """Without the beginning that all refusals have, in 200 characters."""
+    text = re.sub(r"^model X( \(\w+\))?:? (cannot be trained: )?", "", text).replace("\n", " ")
     return text if len(text) <= 200 else text[:199] + "…"
-
-
-def write_page(page: Path, held: dict[str, Any]) -> None:
-    """Put the table between the marks of the page."""
-    text = page.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    temporary = page.with_suffix(".tmp")
-    temporary.write_text(f"{before}{BEGIN}\n{table(held)}\n{END}{after}")
-    temporary.replace(page)
 
 
 if __name__ == "__main__":

@@ -28,14 +28,13 @@ from typing import Any
 REPOSITORY = Path(__file__).parent.parent
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
-from machine import describe_machine  # noqa: E402
+from machine import describe_machine, renewed  # noqa: E402
 
 from faults.cells import matrix  # noqa: E402
 from faults.harness import Cell, run_cell  # noqa: E402
 
 OUT = REPOSITORY / "benchmarks" / "results" / "fault_matrix.json"
 PAGE = REPOSITORY / "docs" / "reference" / "fault-matrix.md"
-BEGIN, END = "<!-- fault matrix: begin -->", "<!-- fault matrix: end -->"
 
 Row = dict[str, Any]
 
@@ -70,7 +69,7 @@ def main() -> int:
         run_all(cells, store, scratch, options.jobs, options.together, again=options.again, keep=options.keep)
     print(store.summary())
     if options.table or not options.only:
-        write_page(PAGE, store)
+        PAGE.write_text(renewed(PAGE, "fault matrix", table(store)))
     return 1 if store.failed(cell.name for cell in cells) else 0
 
 
@@ -254,16 +253,6 @@ def dates(rows: Sequence[Row]) -> str:
     """How many rows are of which day."""
     days = sorted(row["date"] for row in rows)
     return ", ".join(f"{days.count(day)} of {day}" for day in dict.fromkeys(days))
-
-
-def write_page(page: Path, store: Store) -> None:
-    """Put the table between the marks of the page."""
-    text = page.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    temporary = page.with_suffix(".tmp")
-    temporary.write_text(f"{before}{BEGIN}\n{table(store)}\n{END}{after}")
-    temporary.replace(page)
 
 
 def _plain(text: str) -> str:
