@@ -1,7 +1,7 @@
 """Processes, by /proc (Linux): whose they are, and that none is left over.
 
-A child is ended with all that it has started. It kills its process group once its launcher is gone: the launcher names
-itself in the environment of every child, which watches it from then on, however deep it is below; one that is stopped by
+A child is ended with all that it has started. It kills its process group once its launcher has gone: the launcher is
+named in the environment of every child, which watches it from then on, however deep it is below; one that is stopped by
 a signal dies as soon as it is continued. Standard library only: environment workers import this from their own virtual
 environments.
 """
@@ -162,7 +162,7 @@ def variable() -> dict[str, str]:
 
 
 class Child:
-    """A process with all that it starts: in a session of its own, watching this process. What is spawned is spawned here.
+    """A process with all that it starts, in a session of its own, watching this process. The only way to spawn one.
 
     It and all below it have a variable of its own in their environment, by which `reap` finds daemons, too.
     """

@@ -6,8 +6,8 @@ from typing import Any
 
 HIDDEN = "(withheld)"
 _SECRET_NAME = re.compile(
-    r"(^|[_.-])(API_?KEYS?|KEYS?|TOKEN|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH|COOKIES?|PRIVATE)([_.-]|$)"
-    r"|(APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|_PWD)$",
+    r"(^|[_.-])(API_?KEYS?|KEYS?|TOKEN|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH|COOKIES?|PRIVATE)"
+    r"([_.-]|$)|(APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|_PWD)$",
     re.IGNORECASE,
 )
 _KEY_NAME = re.compile(
@@ -20,7 +20,7 @@ _USER = re.compile(r"(\w+://)?.+@", re.DOTALL)
 
 
 def is_secret(name: str, value: object = "") -> bool:
-    """Whether a variable or setting of this name (`HF_TOKEN`), or whose value is a URL with a password, holds a secret."""
+    """Return whether a variable or setting of this name (`HF_TOKEN`), or a URL with a password as value, is secret."""
     # A proxy's password is needed to get anywhere; it opens nothing else.
     in_url = isinstance(value, str) and not name.lower().endswith("_proxy") and _URL_WITH_PASSWORD.search(value)
     return bool(in_url or _SECRET_NAME.search(name))

@@ -1,4 +1,4 @@
-"""What every configuration class is made of: sections, the settings common to all entrypoints, and how they contradict."""
+"""Base classes of all configuration: sections, settings common to all entrypoints, and contradictions of settings."""
 
 import os
 import re
@@ -22,8 +22,8 @@ _KEY = r"<([a-z][\w.]*)>"
 class Problem:
     """A contradiction between settings: "<low> 3 is above <high> 2".
 
-    What is in angle brackets, and `keys`, are dotted names, relative to the section that raises it. The parser adds where
-    each of them came from.
+    `keys` and names in angle brackets are dotted, relative to the section that raises it. The parser adds where
+    each of them was set.
     """
 
     def __init__(self, message: str, *keys: str) -> None:

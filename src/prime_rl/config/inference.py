@@ -72,7 +72,7 @@ class InferenceConfig(BaseConfig):
         return server_name(self.replica)
 
     def checks(self) -> Checks:
-        """A node that serves, and headless ones that it leads: vLLM would mistake others, or wait for them without end."""
+        """Refuse nodes other than one that serves and headless ones that it leads: vLLM would misread or await them."""
         size, local, start = self.data_parallel_size, self.data_parallel_size_local, self.data_parallel_start_rank
         some = f"<data_parallel_size_local> {local}"
         if local is not None and local > size:

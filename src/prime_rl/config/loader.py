@@ -398,7 +398,7 @@ def _take_file(words: deque[str], prefix: Keys, after: str = "") -> list[Assignm
 
 
 def _read_file(path: Path, prefix: Keys, including: tuple[Path, ...] = ()) -> list[Assignment]:
-    """Return what the files that a file includes, by paths relative to it, and then the file itself set below `prefix`."""
+    """Return the assignments of the files that a file includes, by relative paths, then its own below `prefix`."""
     try:
         text = path.read_text(encoding="utf-8")
         tree = tomllib.loads(text)

@@ -7,12 +7,12 @@ from typing import Any
 
 
 def _port_of(address: Any) -> Any:
-    """Return the port of an address like http://localhost:8001; anything else as it is, also one with a host to lose."""
+    """Return the port of an address like http://localhost:8001; any other value, or one with another host, as it is."""
     local = re.fullmatch(r"https?://(?:localhost|127\.0\.0\.1):(\d{1,5})/*", str(address))
     return int(local[1]) if local else address
 
 
-# Older spellings: the key of today in the same table, and how its value is written there. The same in a section of `rl`.
+# Older spellings: the present key in the same table, and how to convert the value. They apply to sections of `rl`, too.
 OLDER: dict[tuple[str, ...], tuple[str, Callable[[Any], Any]]] = {
     ("exp_id",): ("output_dir", lambda name: f"outputs/{name}"),
     ("ckpt", "path"): ("output_dir", lambda path: path),

@@ -30,7 +30,7 @@ class LinearPenalty(Section):
 
 
 class OverlongPenalty(Section):
-    """DAPO's soft overlong punishment: the reward falls towards the end of the room for a reply, and by `scale` beyond it."""
+    """DAPO's soft overlong punishment: the reward falls near the end of the room for a reply, by `scale` beyond it."""
 
     type: Literal["overlong"] = option("overlong", "Kind of length penalty.")
     max_tokens: PositiveInt = Field(description="Sampled tokens from which on the whole penalty is taken off.")
@@ -116,7 +116,7 @@ class ReinforcePP(ByReward):
 
 
 class RAE(ByReward):
-    """Role-conditioned advantage estimation. Advantage: the reward minus a moving average of the agent's earlier ones."""
+    """Role-conditioned advantage estimation: the reward minus a moving average of the agent's earlier rewards."""
 
     type: Literal["rae"] = option("rae", "Kind of algorithm.")
     decay: Fraction = option(0.95, "Share of the old average that stays with each reward.")
@@ -171,7 +171,7 @@ class SFT(Distillation):
 
 
 class OPSD(Algorithm):
-    """On-policy self-distillation: the policy itself, shown a demonstration of the task, scores what it samples without."""
+    """On-policy self-distillation: the policy, shown a demonstration, scores what it sampled without one."""
 
     component: ClassVar[Component] = "ref_kl"
 
@@ -275,7 +275,7 @@ class TrainingEnv(EnvConfig):
 
 
 class EvalSection(Environments[EnvConfig]):
-    """Evaluation during the run. Without environments of its own: the training ones with their argument `split` set to "eval"."""
+    """Evaluation during the run; by default of the training environments, with their argument `split` = "eval"."""
 
     num_examples: Examples = option(-1, "Tasks per environment (-1: all).")
     rollouts_per_example: PositiveInt = option(1, "Attempts at one task.")

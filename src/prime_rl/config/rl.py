@@ -67,8 +67,8 @@ class RLConfig(RecoverableRun):
 
 
 class ParityConfig(RLConfig):
-    """Compare the log-probabilities that a server and the trainer compute of the same tokens, and say whether RL on this
-    model is sound. Takes what `rl` takes, so the file of a run, too, and uses its server, trainer and loss"""
+    """Compare the log-probabilities that a server and the trainer compute of the same tokens, and say whether RL on
+    this model is sound. Takes what `rl` takes, so the file of a run, too, and uses its server, trainer and loss"""
 
     orchestrator: OrchestratorConfig = option(OrchestratorConfig.model_construct, "Not used.")
     client: ClientConfig | None = option(None, "A server that runs already (None: start one, and stop it to score).")

@@ -151,7 +151,7 @@ def host_in_url(host: str) -> str:
 
 
 def is_own_host(host: str) -> bool:
-    """Whether a name or an address means the very host that it is used on: `localhost`, loopback, or no address in particular."""
+    """Return whether a name or address means the host that uses it: `localhost`, loopback or an unspecified address."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

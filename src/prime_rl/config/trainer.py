@@ -151,21 +151,21 @@ class CISPOLoss(PolicyLoss):
     clip_high: NonNegativeFloat = option(4.0, "The weight is at most 1 + clip_high.")
 
 
-# The least ratio and the largest, by level: over a thousand tokens the product is rarely near 1, and the geometric mean rarely far from it.
-# Tokens: IcePop's (Ling team 2025, arXiv:2510.18855). Sequences: bounded from above alone, as Liu et al. 2025 mask them ("When Speed Kills Stability",
-# a blog post): a lower bound would drop most long ones, which weigh next to nothing anyway. Geometric means: one per cent, which is our own choice.
+# Least and largest ratio by level. Over a thousand tokens the product is rarely near 1, the geometric mean rarely far
+# from it. Tokens: IcePop's (Ling team 2025, arXiv:2510.18855). Sequences: only an upper bound, as in "When Speed Kills
+# Stability" (Liu et al. 2025, blog): a lower one would drop most long ones, of little weight anyway. Geometric: ours.
 _MASK_BOUNDS: dict[Level, tuple[float, float]] = {
     "token": (0.5, 5.0),
     "sequence": (0.0, 2.0),
     "geometric": (0.99, 1.01),
 }
-# Tokens and sequences: TIS's (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", a blog post). No geometric
-# mean comes near 2, which would cut nothing off: it has the bound that masking has.
+# Tokens and sequences: TIS's ("Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", a blog post by
+# Yao et al. 2025). A geometric mean never comes near 2, so its bound is the one of masking.
 _TRUNCATE_BOUNDS: dict[Level, float] = {"token": 2.0, "sequence": 2.0, "geometric": 1.01}
 
 
 class ReinforceLoss(PolicyLoss):
-    """Policy gradient with an importance weight against what sampling with other weights, or by another engine, does."""
+    """Policy gradient with an importance weight that corrects for sampling with other weights or another engine."""
 
     type: Literal["reinforce"] = option("reinforce", "Kind of loss.")
     importance: Literal["none", "truncate", "mask"] = option(

@@ -1,10 +1,10 @@
 """Classic verifiers environments (`load_environment(**args)`), as verifiers 0.3.1 runs them.
 
-Imported in a worker whose Python environment holds it; what needs nothing of it is in `conversation`. The model is asked
-by our own client: what is trained on is what it sent and got, of those replies in the trajectory.
+Imported in a worker whose Python environment holds it; what needs nothing of it is in `conversation`. Our own client
+asks the model: what is trained on is what it sent and got, of those replies in the trajectory.
 
-Rubrics score one episode. Functions that score a group of them (`states`, `completions`, …) are refused: the episodes of
-a group may run at different times and in different workers. A function that raises scores 0, as verifiers has it, if its
+Rubrics score one episode. Functions that score a group (`states`, `completions`, …) are refused: the episodes of
+a group may run at different times and in different workers. A function that raises scores 0, as in verifiers, if its
 weight is 0, and else fails its episode.
 """
 
@@ -46,8 +46,8 @@ class ClassicEnv(ConversationEnv):
                 self._env.build_eval_dataset()
                 if self._env.eval_dataset is None:  # verifiers would take the training tasks in their place
                     raise ValueError(
-                        'it has no tasks of its own for evaluation (split = "eval"): leave the split out to be evaluated '
-                        "on those that it is trained on, or name another environment"
+                        'it has no tasks of its own for evaluation (split = "eval"): leave the split out to be '
+                        "evaluated on those that it is trained on, or name another environment"
                     )
             self._rows = self._env.get_eval_dataset() if split == "eval" else self._env.get_dataset()
             self.task_ids = ids.unique(
@@ -182,8 +182,9 @@ def _prepare_rubrics(env: Any, env_id: str) -> dict[str, float]:
         for func, weight in zip(rubric.funcs, rubric.weights, strict=True):
             if rubric._is_group_func(func):
                 raise ids.LoadError(
-                    f"environment {env_id!r}: its reward function {func.__name__!r} scores a group of episodes together, "
-                    "which cannot be had here: score each episode alone, or let an algorithm compare those of a group"
+                    f"environment {env_id!r}: its reward function {func.__name__!r} scores a group of episodes "
+                    "together, which cannot be had here: score each episode alone, or let an algorithm compare those "
+                    "of a group"
                 )
             weights[func.__name__] = weight
         rubric.funcs = [

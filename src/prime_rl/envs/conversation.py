@@ -48,7 +48,7 @@ def request_settings(sampling: Mapping[str, Any], policy_version: int) -> dict[s
 
 
 class CallFailed(Exception):
-    """A model call gave no reply: no connection (503), the status of a server that refused, or a prompt not sent (400)."""
+    """A model call gave no reply: no connection (503), the status of a refusal, or a prompt that was not sent (400)."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -65,10 +65,10 @@ class Conversation:
         self._engine, self._base_url, self._sampling = engine, base_url, sampling
 
     async def reply(self, messages: list[Message], tools: list[Any] | None) -> Turn | None:
-        """The model's reply; None where the conversation is longer than the model's context, and may end there.
+        """Return the model's reply; None where the conversation exceeds the model's context, and may end there.
 
         Raises:
-            CallFailed: the engine does not answer, or refuses, or what is said first fills the context; also ever after.
+            CallFailed: the engine does not answer, or refuses, or the first prompt fills the context; also ever after.
         """
         if self.failure is not None:
             raise self.failure
@@ -193,11 +193,11 @@ class EngineClient:
         computed: int = 0,
         **options: Any,
     ) -> dict[str, Any]:
-        """One model call, by the ids of `prompt` or else of the rendered messages: `renderers.client.generate`'s answer.
+        """Call the model with the ids of `prompt`, or else of the rendered messages. Raises CallFailed.
 
-        A reply gets the room that is left in the model's context. Where `sampling` asks for the experts that the engine
-        chooses, the answer has them from the last of the `computed` tokens on, which an earlier turn of this conversation
-        ends with: the engine had computed those before it. Raises CallFailed.
+        Returns what `renderers.client.generate` does. A reply gets the room that is left in the model's context. Where
+        `sampling` asks for the experts that the engine chose, they come from the last of the `computed` tokens on (an
+        earlier turn's, which the engine had computed).
         """
         if base_url not in self._connections:
             self._connections[base_url] = EngineConnection(base_url, os.environ.get(API_KEY_VAR) or "EMPTY")
@@ -263,7 +263,7 @@ def arguments_of(call: ParsedToolCall) -> str:
 
 
 def _roles(rendered: RenderedTokens, messages: Sequence[Message]) -> bytes:
-    """(P,) the role of the message that each token of a prompt, or of what a bridge added to one, belongs or leads to."""
+    """Return (P,) roles: whose message each token of a prompt, or of a bridge's part of it, belongs or leads to."""
     bridged = len(messages) - len(rendered.message_roles)
     roles, role = bytearray(len(rendered.token_ids)), ASSISTANT
     for place in reversed(range(len(roles))):

@@ -166,7 +166,7 @@ def classify(kind: str, text: str, status: int | None = None) -> tuple[Outcome, 
 
 
 def convert(result: EpisodeResult, episode: Any, tokens: bool = True, branched: bool = False) -> EpisodeResult:
-    """Put what a finished `Episode` of verifiers says into its result. Without `tokens`, of an API, it has no samples."""
+    """Copy what a finished `Episode` of verifiers says into its result; without `tokens` (an API), without samples."""
     players = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
     if players:
         _describe(result, players)

@@ -80,10 +80,10 @@ class RendererError(Exception):
 
 
 def choose(model: str, choice: str, tools: bool = False) -> Any:
-    """The renderer for a hub name or local directory.
+    """Return the renderer for a hub name or local directory.
 
-    `choice`: "auto", "chatml", "default", or a name that renderers knows. "auto" takes `fitting`'s, with tools where there
-    are `tools`, or the template itself. Raises RendererError.
+    `choice`: "auto", "chatml", "default", or a name that renderers knows. "auto" takes `fitting`'s, with tools if
+    `tools`, or the template itself. Raises RendererError.
     """
     if choice not in KNOWN:
         raise RendererError(f"unknown renderer {choice!r} (known: {', '.join(KNOWN)})")

@@ -56,7 +56,7 @@ _MAY_PASS = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 _SPENT = re.compile(r"insufficient_quota|billing_hard_limit|credit balance", re.IGNORECASE)
 
 interception: ContextVar[InterceptionServer] = ContextVar("interception")
-"""verifiers' server of the environment whose episode runs, which serves model calls. Unset under `vf-eval`: then by HTTP."""
+"""verifiers' server of model calls for the environment whose episode runs. Unset under `vf-eval`: then HTTP is used."""
 
 _CHAT = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect))
 

@@ -1,4 +1,4 @@
-"""Results of an evaluation: the attempts at one environment by one policy, their metrics, and the report of all of them.
+"""Results of an evaluation: attempts at one environment by one policy, their metrics, and the report of all of them.
 
 evals/<env>/<policy>/settings.json     what the results depend on: another evaluation must have the same settings
 evals/<env>/<policy>/results.jsonl     a line an attempt, appended as they finish; the last line of an attempt counts

@@ -240,8 +240,7 @@ class Evaluation:
     # -- which versions ------------------------------------------------------------------------------------------------
 
     async def _policies(self, directory: Path) -> AsyncIterator[WeightsManifest | None]:
-        """Yield the base (None) and the versions to evaluate, in order; with `follow` also later ones, until the run has
-        ended."""
+        """Yield the base (None) and the versions to evaluate, in order; with `follow` until the run has ended."""
         config = self._config
         versions = set(config.steps or _chosen(config, list_steps(directory)))
         if config.eval_base or BASE in versions:
@@ -273,7 +272,7 @@ class Evaluation:
         self._hashes.pop(version, None)
 
     def _find(self, root: Path, version: int) -> WeightsManifest | None:
-        """Return a committed version that is still to be evaluated, perhaps again. One that cannot be loaded is skipped."""
+        """Return a committed version still to be evaluated, or again; None, and skip it, if it cannot be loaded."""
         directory, why = step_dir(root, version), ""
         try:
             manifest = weights_manifest(directory)

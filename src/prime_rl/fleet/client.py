@@ -102,7 +102,7 @@ class InferenceClient:
             timeout=httpx.Timeout(config.timeout, connect=_PROBE_TIMEOUT_SECONDS),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             trust_env=proxies,
-            # Shorter than any server's: a connection that is reused in the moment the server closes it fails the request.
+            # Shorter than any server's: reusing a connection just when the server closes it would fail the request.
             limits=httpx.Limits(keepalive_expiry=1.0),
         )
 
@@ -125,7 +125,8 @@ class InferenceClient:
         start, most, said, hint = time.monotonic(), self._config.ready_timeout, False, how_to_start(self.root)
         while trouble := await self._trouble(path):  # bounded: by the deadline below
             if (waited := time.monotonic() - start) > most:
-                raise UserError(f"no inference server at {self.root} after {most:.0f} s (client.base_url, client.ready_timeout): {trouble}; {hint}")  # fmt: skip
+                where = f"{self.root} after {most:.0f} s (client.base_url, client.ready_timeout)"
+                raise UserError(f"no inference server at {where}: {trouble}; {hint}")
             if not said and waited > _SAY_WAIT_AFTER_SECONDS:
                 said = True
                 logger.info("waiting for an inference server at {} (at most {:.0f} s); {}", self.root, most, hint)
@@ -169,32 +170,26 @@ class InferenceClient:
         return replace(served, seconds={**served.seconds, "verify": time.monotonic() - began})
 
     async def load_weights(self, weights: WeightsManifest) -> Served:
-        """Have the server load a committed version and say what it serves.
-
-        Raises:
-            ServerError, UserError: as `update` does, but what it computes is not checked.
-        """
+        """Have the server load a committed version and say what it serves. Raises as `update`, without its check."""
         body = {"weight_dir": str(weights.directory.resolve()), "version": weights.version}
         answer = await self._call("POST", "/update_weights", body)
         served = replace(await self.served(), seconds=answer.get("seconds", {}))
         if not served.holds(weights):
             raise UserError(
-                f"the server at {self.root} was given version {weights.version} ({weights.hash[:12]}) and says it serves "
-                f"version {served.version} ({served.hash[:12]}); of a router, client.admin_base_url names the servers"
+                f"the server at {self.root} was given version {weights.version} ({weights.hash[:12]}) and says it "
+                f"serves version {served.version} ({served.hash[:12]}); of a router, client.admin_base_url names the "
+                "servers"
             )
         return served
 
     async def reload(self) -> Served:
-        """Have the server load its base weights again and say so.
-
-        Raises:
-            ServerError: it failed, or did not answer.
-            UserError: it refused, or says afterwards that it serves something else.
-        """
+        """Have the server load its base weights again and say so. Raises as `load_weights`."""
         await self._call("POST", "/reload_weights")
         served = await self.served()
         if served.version != 0:
-            raise UserError(f"the server at {self.root} was to load its base weights and says it serves version {served.version}")  # fmt: skip
+            raise UserError(
+                f"the server at {self.root} was to load its base weights and says it serves version {served.version}"
+            )
         return served
 
     async def score(self, tokens: Sequence[int], engine: int | None = None) -> list[float]:
@@ -214,7 +209,7 @@ class InferenceClient:
             "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
             # vLLM reads no cached prefix for such a request; another server might.
             "cache_salt": f"logprob-check-{secrets.token_hex(8)}",
-            # Right after an update everything in flight is computed anew. A server that goes by priority answers this first.
+            # Right after an update all requests in flight are computed anew; a server with priorities does this first.
             "priority": -1,
         }
         which = {} if engine is None else {"X-data-parallel-rank": str(engine)}  # vLLM's own header
@@ -227,7 +222,7 @@ class InferenceClient:
             raise ServerError(f"{self.root} answers without log-probabilities of the prompt ({error!r})") from error
 
     async def sample(self, tokens: Sequence[int], most: int, seed: int) -> tuple[list[int], list[float]]:
-        """Have a prompt continued at temperature 1; return the tokens and their log-probabilities. Raises as `score`."""
+        """Continue a prompt at temperature 1; return the tokens and their log-probabilities. Raises as `score`."""
         params = {"max_tokens": most, "temperature": 1.0, "seed": seed, "logprobs": 0}
         body = {"token_ids": list(tokens), "sampling_params": params}
         (choice,) = (await self._call("POST", "/inference/v1/generate", body))["choices"]
@@ -255,6 +250,7 @@ class InferenceClient:
         headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         limit = httpx.Timeout(timeout or self._config.timeout, connect=_PROBE_TIMEOUT_SECONDS)
+        server, url = f"the inference server at {self.root}", f"{self.root}{path}"
         try:
             request = partial(self._http.request, method, path, json=body, timeout=limit, headers=headers)
             try:
@@ -263,13 +259,12 @@ class InferenceClient:
                 # A connection that broke says nothing about the server; every call may be repeated.
                 response = await request()
         except httpx.TransportError as error:
-            raise ServerError(f"the inference server at {self.root} did not answer {method} {path}: {error!r}") from error  # fmt: skip
+            raise ServerError(f"{server} did not answer {method} {path}: {error!r}") from error
         status, message = response.status_code, _message(response)
-        server = f"the inference server at {self.root}"
         if status == 401:
             raise UserError(f"{server} refused the key in ${self._config.api_key_var}")
         if status == 404:
-            raise UserError(f"{self.root}{path} does not exist: is this server started with `inference`?")
+            raise UserError(f"{url} does not exist: is this server started with `inference`?")
         if status == _UNSENT:
             raise VersionNotSent(f"{server}: {message}")
         if status == _BUSY or status >= 500:
@@ -279,7 +274,8 @@ class InferenceClient:
         try:
             return dict(response.json())
         except (TypeError, ValueError) as error:
-            raise UserError(f"{self.root}{path} does not answer with an object: is this server started with `inference`?") from error  # fmt: skip
+            problem = "does not answer with an object: is this server started with `inference`?"
+            raise UserError(f"{url} {problem}") from error
 
 
 def _message(response: httpx.Response) -> str:

@@ -1,7 +1,7 @@
 """Compare a server's log-probabilities of a version's fixed prompt with the trainer's, which are in the manifest.
 
 Numbers never agree exactly: dtypes, kernels and quantization differ. How far a server is off by these alone is measured
-once, on the base weights; a later version may be off a few times as far (the tolerance). A larger difference counts as a
+once, on the base weights; a later version may be off a few times as far (the tolerance). A larger difference is a
 failed load.
 """
 
@@ -18,8 +18,8 @@ from prime_rl.transport.protocol import BASE
 from prime_rl.transport.weights import LogprobReference, WeightsManifest, weights_manifest
 
 # Tolerance = FACTOR × the difference on the base weights. In bfloat16 the noise grows with training: in 30 steps of a
-# tiny model on an H200 to 2.8 times the base's on average, 5.1 times at most. A false alarm takes a server out of the run,
-# or ends the run where no other server passes, and hashes find most of what this could.
+# tiny model on an H200 to 2.8 times the base's on average, 5.1 times at most. A false alarm takes a server out of the
+# run, or ends the run where no other server passes, and hashes find most of what this could.
 FACTOR = 16.0
 LEAST_MEAN, LEAST_LARGEST = 1e-3, 2e-2  # nats: the smallest tolerance; in float32 on both sides the difference is 1e-6
 MOVED_MEAN = 1e-4  # nats: where the trainer's numbers change by more between two versions, a server's must change, too
@@ -32,7 +32,7 @@ class LogprobCheckFailed(ServerError):
 
 @dataclass(frozen=True)
 class Difference:
-    """Absolute differences of log-probabilities in nats: the mean over all tokens, and the largest. Also a bound on both."""
+    """Absolute differences of log-probabilities in nats, mean over all tokens and largest; also a bound on both."""
 
     mean: float
     largest: float
@@ -108,7 +108,9 @@ class LogprobCheck:
         if base is None or weights.reference is None or base.reference is None:
             if not self._said:
                 self._said = True
-                logger.warning("servers are checked by hashes alone: a version has no log-probabilities of the fixed prompt")  # fmt: skip
+                logger.warning(
+                    "servers are checked by hashes alone: a version has no log-probabilities of the fixed prompt"
+                )
             if served is not None:
                 self.calibrations[client.root] = Calibration(served.boot)
             return
@@ -118,16 +120,19 @@ class LogprobCheck:
             scores, difference = await score(client, base.reference, served.engines)
         except UserError as error:
             raise LogprobCheckFailed(
-                f"{client.root} does not score the fixed prompt, which needs max_model_len {len(base.reference.tokens) + 1} {OFF}: {error}"
+                f"{client.root} does not score the fixed prompt, which needs max_model_len "
+                f"{len(base.reference.tokens) + 1} {OFF}: {error}"
             ) from error
         if not difference.mean <= WORST_MEAN:
             raise LogprobCheckFailed(
-                f"the server at {client.root} does not compute the trainer's model: on the base weights the log-probabilities of the "
-                f"fixed prompt differ by {difference}; a mean difference above {WORST_MEAN:g} nat cannot be numerical noise {OFF}"
+                f"the server at {client.root} does not compute the trainer's model: on the base weights the "
+                f"log-probabilities of the fixed prompt differ by {difference}; a mean difference above "
+                f"{WORST_MEAN:g} nat cannot be numerical noise {OFF}"
             )
         mean, largest = max(FACTOR * difference.mean, LEAST_MEAN), max(FACTOR * difference.largest, LEAST_LARGEST)
         tolerance = Difference(mean, largest)
-        logger.info("{}: log-probabilities differ by {} on the base weights; the tolerance is {}", client.root, difference, tolerance)  # fmt: skip
+        compared = f"differ by {difference} on the base weights; the tolerance is {tolerance}"
+        logger.info("{}: log-probabilities {}", client.root, compared)
         self.calibrations[client.root] = Calibration(served.boot, tolerance, scores)
 
     async def check(self, client: InferenceClient, weights: WeightsManifest, served: Served) -> None:

@@ -1,7 +1,7 @@
-"""The inference servers of a run or an evaluation: which of them get work, which one an episode goes to, and whose samples are verified.
+"""The inference servers of a run or an evaluation: which get work, where an episode goes, whose samples are verified.
 
 A *replica* is one server as its clients know it. It is quarantined until it answers and is verified to serve what it
-was given; then it is ready, and gets episodes. What a replica sampled may be trained on once that replica, not another one,
+was given; then it is ready, and gets episodes. Its samples may be trained on once that replica, not another one,
 is verified to have served its version meanwhile. One that is to leave drains: it gets nothing new and keeps the version
 that it has, while its episodes end.
 """
@@ -144,8 +144,8 @@ class Replica:
 
 
 class ReplicaPool:
-    """All servers of a run. Attempts at one task share their prompt, which a server computes once: an episode goes to the
-    replica of its group, unless that has more than `slack` episodes more than the one with the fewest."""
+    """All servers of a run. Attempts at one task share their prompt, which a server computes once: an episode goes to
+    the replica of its group, unless that has over `slack` episodes more than the one with the fewest."""
 
     def __init__(self, clients: Iterable[ServerClient], slack: int = 1) -> None:
         self.replicas = [Replica(client) for client in clients]
@@ -180,7 +180,7 @@ class ReplicaPool:
         self.empty_since = None if self.ready else self.empty_since or time.monotonic()
 
     def failed(self, replica: Replica) -> None:
-        """An episode failed there for want of a server. Of those that fail together only the first counts: call it before `move`."""
+        """Count an episode that failed there for want of a server; of several at once the first. Call before `move`."""
         if replica.ready:
             replica.failures += 1
 
@@ -208,8 +208,7 @@ class ReplicaPool:
     # -- where an episode goes -----------------------------------------------------------------------------------------
 
     def place(self, group: Hashable, retry: bool = False) -> Replica | None:
-        """The server for an episode of `group`; None where none is ready. A `retry` goes to no server that has failed the last one it was
-        given, if there is another."""
+        """Return a server for an episode of `group`, or None. A `retry` avoids any that failed its last, if it can."""
         ready = self.ready
         chosen = least_loaded_healthy(ready) if retry else min(ready, key=lambda one: one.in_flight, default=None)
         if chosen is None:

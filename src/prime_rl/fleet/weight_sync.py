@@ -1,7 +1,7 @@
 """Keep the replicas on the newest version of the weights: publish → announce → stage → pause → load → resume → verify.
 
 The trainer publishes by committing incarnations and versions to the run directory; `PublishedVersions` reads them.
-`WeightSync.follow` has every ready replica load the newest one (`POST /update_weights` stages, pauses, loads and resumes;
+`WeightSync.follow` has every ready replica load the newest one (`POST /update_weights` stages, pauses, loads, resumes;
 the client verifies). Episodes that were sampled by superseded weights, or by a replica that failed its verification,
 are invalidated in the scheduler and sampled again.
 
@@ -117,7 +117,7 @@ class WeightSync:
     # -- the first version ---------------------------------------------------------------------------------------------
 
     async def start(self, progress: "ResumePoint") -> int:
-        """Have the servers that are up load the version that the run goes on from, and verify it. One of them is enough.
+        """Have the servers that are up load the version that the run goes on from, and verify it. One is enough.
 
         Returns:
             The version: the newest.
@@ -306,7 +306,7 @@ class WeightSync:
         return failures
 
     async def _load_one(self, replica: Replica, version: int) -> None:
-        """Have a replica load `version` and verify it. Raises LoadError if it did not, or serves a model of another name."""
+        """Have a replica load `version` and verify it. Raises LoadError if it did not, or serves another model name."""
         manifest = self.published.manifest(version) if self.config.trainer else None
         try:
             if replica.loaded is None:
@@ -322,11 +322,10 @@ class WeightSync:
                 self.invalidate(replica, RESTARTED)
 
     def _count_failures(self, failures: Mapping[Replica, LoadError], version: int, among: Sequence[Replica]) -> None:
-        """Count failed loads. A version that the trainer has not sent is not a failure: replicas wait for it, or for a newer
-        one, for `weights_timeout`.
+        """Count failed loads, not those of a version not yet sent: replicas wait `weights_timeout` for it or a newer.
 
         Raises:
-            LoadError: each of `among` has failed to load `_ATTEMPTS` times, or the trainer has sent nothing for too long.
+            LoadError: each of `among` has failed to load `_ATTEMPTS` times, or the trainer sent nothing for too long.
         """
         for replica, error in failures.items():
             if isinstance(error, VersionNotSent):
@@ -519,8 +518,7 @@ class WeightSync:
             logger.info("{} is to leave: it gets nothing new, {} episodes in flight there go on", replica.name, count)
 
     async def _drain(self, replica: Replica) -> None:
-        """Let a draining replica go once all that it sampled is verified, or is made again as it failed its verification.
-        It stays quarantined until it is restarted."""
+        """Quarantine a draining replica until it restarts, once its samples are verified or else made again."""
         verified = await self._accept_or_invalidate(replica)
         if verified and (replica.in_flight or replica.unverified & self.scheduler.running_or_unverified()):
             return

@@ -106,7 +106,8 @@ def drained(config: RLConfig) -> str:
     if config.trainer.ckpt is not None or recovers:
         return "the current step will be finished and saved"
     step = max(0, *(rundir.newest_step(config.output_dir / name) for name in ("recovery", "checkpoints")))
-    return f"the current step will be finished, not saved for good (no [ckpt]): --recover goes on from step {step} or later"
+    hint = f"--recover goes on from step {step} or later"
+    return f"the current step will be finished, not saved for good (no [ckpt]): {hint}"
 
 
 def _check(config: RLConfig) -> None:

@@ -16,7 +16,7 @@ _DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 def check_model(name: str, *, weights: bool = True) -> None:
-    """Raises UserError for a local directory that is missing, is no model or, unless not `weights`, holds no weights."""
+    """Raise UserError for a local directory that is missing, is no model or, unless not `weights`, has no weights."""
     if (path := checks.local_model(name)) is not None:
         if "model_type" not in checks.read_json(path / "config.json"):
             raise UserError(f"{path / 'config.json'} describes no model: it has no model_type")
@@ -42,8 +42,8 @@ def check_environment(environment: EnvConfig) -> None:
         near = difflib.get_close_matches(environment.id, ids.installed(), 1)
         raise UserError(
             f"environment {environment.id} is not installed (no module {module}, nor a {module}.py here): "
-            f"`uv run prime env install {environment.id}`, `uv add` its package, or name a Python that has it in `python`"
-            + (f"; did you mean {near[0]}?" if near else "")
+            f"`uv run prime env install {environment.id}`, `uv add` its package, or name a Python that has it in "
+            "`python`" + (f"; did you mean {near[0]}?" if near else "")
         )
     kind = ids.kind_of(environment.id) if environment.adapter == "auto" else environment.adapter
     if kind == "classic":

@@ -141,14 +141,14 @@ def cleaned(
             clean(output_dir, process, keep_evals)
         elif names := results(output_dir):
             raise UserError(
-                f"--clean would remove files of the running {' and '.join(others)} in {output_dir} ({', '.join(names)}): "
-                "stop that first, or choose another --output-dir"
+                f"--clean would remove files of the running {' and '.join(others)} in {output_dir} "
+                f"({', '.join(names)}): stop that first, or choose another --output-dir"
             )
         yield
 
 
 def clean(output_dir: Path, writer: str | None = None, keep_evals: bool = False) -> None:
-    """Remove what a run wrote; keep the files of running processes, the open log of `writer` and, if asked, evaluations.
+    """Remove what a run wrote; keep files of running processes, the open log of `writer` and, if asked, evaluations.
 
     Raises:
         UserError: a directory is a link: what it leads to is not ours to empty.
@@ -200,7 +200,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def as_benchmark(config: Config) -> Config:
-    """Return the config of a benchmark: an ordinary run in `bench/` of the run directory, which replaces the one before.
+    """Return the config of a benchmark: an ordinary run in `bench/` of the run directory, replacing the last one.
 
     Nothing is evaluated or saved, and it resumes from nothing.
 

@@ -31,10 +31,11 @@ comma() {{ local IFS=,; echo "$*"; }}
 export VLLM_API_KEY="${{VLLM_API_KEY:-$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \\n')}}"
 export {key_variable}="$VLLM_API_KEY"
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-{serve}srun --nodes={trainer_nodes} --ntasks={trainer_nodes} --nodelist="$(comma "${{trainers[@]}}")" --kill-on-bad-exit=1 \\
-  uv run torchrun --nnodes={trainer_nodes} --nproc-per-node={gpus} --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" \\
-  --rdzv-endpoint="${{trainers[0]}}:{port}" -m prime_rl.trainer.rl.train @ {trainer}{flags} &
-srun --nodes=1 --ntasks=1 --overlap --gpus=0 --nodelist="${{trainers[0]}}" uv run orchestrator @ {orchestrator}{flags}{address} &
+{serve}srun --nodes={trainer_nodes} --ntasks={trainer_nodes} --nodelist="$(comma "${{trainers[@]}}")" \\
+  --kill-on-bad-exit=1 uv run torchrun --nnodes={trainer_nodes} --nproc-per-node={gpus} --rdzv-backend=c10d \\
+  --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="${{trainers[0]}}:{port}" -m prime_rl.trainer.rl.train @ {trainer}{flags} &
+srun --nodes=1 --ntasks=1 --overlap --gpus=0 --nodelist="${{trainers[0]}}" \\
+  uv run orchestrator @ {orchestrator}{flags}{address} &
 jobs=2
 while ((jobs)); do
   wait -n -p ended
@@ -44,8 +45,8 @@ done
 """
 
 _SERVE = """\
-srun --nodes={inference_nodes} --ntasks={inference_nodes} --nodelist="$(comma "${{servers[@]}}")" --kill-on-bad-exit=1 \\
-  bash -c 'exec uv run inference @ {inference} --server.host 0.0.0.0 --replica "$SLURM_PROCID"' &
+srun --nodes={inference_nodes} --ntasks={inference_nodes} --nodelist="$(comma "${{servers[@]}}")" \\
+  --kill-on-bad-exit=1 bash -c 'exec uv run inference @ {inference} --server.host 0.0.0.0 --replica "$SLURM_PROCID"' &
 served=$!
 """
 

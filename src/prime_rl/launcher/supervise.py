@@ -260,7 +260,7 @@ class Supervisor:
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def _failures(self) -> Iterator[tuple[SupervisedChild, str, bool]]:
-        """Yield what must not have ended, or has stalled; why, in words that follow its name; would it end alike again?"""
+        """Yield each child that died or stalled, the reason (to follow its name), and whether it would happen again."""
         for child, status in self._reap_ended():
             reason, last = describe_exit(status), read_status(self._output_dir).get(child.name)
             if status == 0 and child.is_job:
@@ -321,10 +321,8 @@ class Supervisor:
         forget_status(self._output_dir, name)
         if reason.startswith("failed") and words:
             reason += f" ({words[-1].strip()})"
-        mode = ", recovering" if recover else ""
-        self._say(
-            f"{name} {reason}: starting it again in {seconds:g} s (restart {child.restarts} of at most {most} in a row{mode})"
-        )
+        row = f"{most} in a row, recovering" if recover else f"{most} in a row"
+        self._say(f"{name} {reason}: starting it again in {seconds:g} s (restart {child.restarts} of at most {row})")
         return True
 
     def _report(self, child: SupervisedChild, reason: str) -> None:

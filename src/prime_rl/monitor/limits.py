@@ -1,8 +1,8 @@
 """Say where the time of a run's steps goes and what limits it, from the metrics rows of trainer and orchestrator.
 
 The console, the metrics (`limit/*`) and `rl doctor` all ask here. The rule: the side that is busy nearly all the time
-limits the run. Where neither is, and measured waits explain at least half of what the busier one loses, the longest wait
-does; else the pipeline, in which the two take turns.
+limits the run. Where neither is, and measured waits explain at least half of what the busier one loses, the longest
+wait does; else the pipeline, in which the two take turns.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -72,7 +72,7 @@ class _Intercept(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = f"{record.name}: {record.getMessage().rstrip()}"
-        except Exception:  # noqa: BLE001  a library's template and arguments do not fit, or what it logs cannot be written
+        except Exception:  # noqa: BLE001  a library's template and arguments do not fit, or its text is unwritable
             self.handleError(record)
             return
         level = record.levelname if record.levelname in _LEVELS else record.levelno
@@ -90,7 +90,7 @@ def _add(stream: TextIO, level: str, process: str, time: str, terminal: bool) ->
 
 
 def _open(logs: Path, process: str) -> TextIO | None:
-    """Open the log file, unless stdout is it, or that of the first rank. Warn and return None if it cannot be opened."""
+    """Open the log file, unless it, or that of the first rank, is stdout. Warn and return None if that fails."""
     path, first = logs / f"{process}.log", logs / f"{process.partition('.')[0]}.log"
     try:
         logs.mkdir(parents=True, exist_ok=True)

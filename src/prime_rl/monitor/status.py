@@ -241,7 +241,7 @@ def read_record(kind: type[_Record], path: Path) -> _Record | None:
 
 
 class TrainerWatch:
-    """Follow the trainer's status file, of several `processes` the one that beat last, to see when the trainer has ended.
+    """Follow the trainer's status file (of several `processes` that of the last heartbeat), to see when it has ended.
 
     Heartbeats, which are another host's times, are compared with each other only.
     """
@@ -252,9 +252,9 @@ class TrainerWatch:
         self._sign_at = self._idle_at = monotonic()
 
     def ended(self, *, asked_to_stop: bool) -> bool:
-        """Whether nothing more is to come: its status says so, is old, or waits for batches that are no longer made.
+        """Return whether nothing more is to come: its status says so, is old, or waits for batches no longer made.
 
-        No status at all is no end: the launcher removes it when it restarts a trainer. One that failed may be restarted,
+        A missing status is no end: the launcher removes it when it restarts a trainer. A failed one may be restarted,
         too, but not where all is being stopped.
         """
         statuses = [status for path in self._paths if (status := read_record(ProcessStatus, path)) is not None]

@@ -146,7 +146,7 @@ def _load(path: str, names: tuple[str, ...], key: str) -> Callable[..., Any]:
     return load_function(path, dict.fromkeys(names), positional=1, key=key)
 
 
-# -- length penalties ---------------------------------------------------------------------------------------------------------
+# -- length penalties --------------------------------------------------------------------------------------------------
 
 
 def penalized(group: Sequence[Trajectory], penalty: "LinearPenalty | OverlongPenalty | None") -> list[Trajectory]:

@@ -16,7 +16,8 @@ _OUTCOMES = """
             WHEN 'dropped' THEN 'dropped: ' || reason ELSE e.state END AS outcome
         FROM episodes e JOIN groups g ON g.number = group_number)
     SELECT i.env, 'issued', count, AVG(tokens), AVG(reward) FROM issued i LEFT JOIN ends USING (env) GROUP BY env
-    UNION ALL SELECT env, outcome, COUNT(*), AVG(tokens), AVG(reward) FROM ends GROUP BY 1, 2 ORDER BY 1, 3 DESC, 2 DESC"""
+    UNION ALL
+    SELECT env, outcome, COUNT(*), AVG(tokens), AVG(reward) FROM ends GROUP BY 1, 2 ORDER BY 1, 3 DESC, 2 DESC"""
 _INCONSISTENCIES = {
     "unaccounted for": """
         SELECT i.env || printf(': %+d episodes are', i.count - COUNT(e.id))

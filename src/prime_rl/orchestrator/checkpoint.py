@@ -101,7 +101,7 @@ def read_state(directory: Path) -> OrchestratorState:
 
 
 class JointCheckpoints:
-    """The orchestrator owns the joint manifest: it adds its part to the trainer's, joins the two, removes what is not kept."""
+    """The orchestrator's joint manifests: add its part to the trainer's, join the two, remove what is not kept."""
 
     def __init__(self, output_dir: Path, ckpt: "CkptConfig | None") -> None:
         self.root = ((ckpt and ckpt.output_dir) or output_dir) / "checkpoints"
@@ -115,7 +115,7 @@ class JointCheckpoints:
         self._untidy = not self._resumed
 
     def join(self, incarnations: Mapping[int, int]) -> list[int]:
-        """Complete every checkpoint whose trainer part is committed and belongs to the current lineage. Returns their steps.
+        """Complete every checkpoint whose committed trainer part is of the current lineage. Return their steps.
 
         Raises:
             UserError: the disk is full.

@@ -115,7 +115,7 @@ class Counts:
 
 
 def batch_extra(event: Batched) -> dict[str, Any]:
-    """Make what the manifest of a batch must say (`write_batch(extra=…)`), so that the ledger can be reconciled with it."""
+    """Return what a batch's manifest must say (`write_batch(extra=…)`) for the ledger to be reconciled with it."""
     groups = [[number, task.env, task.index, task.task_id] for number, task in event.groups.items()]
     return {"ledger": vars(event) | {"groups": groups}}
 
@@ -231,10 +231,10 @@ class Ledger:
                 self._change(event, _ISSUE, *start.key, start.version, incarnation)
                 self._update(_COUNT_ISSUED, start.task.env)
             case Finished(start, first, last, result, incarnation):
-                finish = "UPDATE episodes SET state = 'finished', incarnation = ?, first = ?, last = ?, tokens = ?, reward = ?"
+                finish = "SET state = 'finished', incarnation = ?, first = ?, last = ?, tokens = ?, reward = ?"
                 tokens = sum(sample.loss_mask.count(1) for sample in result.samples)
                 values = (incarnation, first, last, tokens, result.reward, *start.key)
-                self._change(event, f"{finish} WHERE {_KEY} AND state = 'issued'", *values)
+                self._change(event, f"UPDATE episodes {finish} WHERE {_KEY} AND state = 'issued'", *values)
                 data = pack_episode(result)
                 self._update("INSERT OR REPLACE INTO results VALUES (?, ?)", start.episode, data)
             case Dropped(start, reason, detail, retried):
@@ -366,7 +366,7 @@ class Ledger:
         return mended
 
     def _adopt(self, batch: Batched) -> None:
-        """Record a batch whose event was not flushed; its episodes may be known no further than issued, or not at all."""
+        """Record a batch whose event was not flushed; its episodes may be known only as issued, or not at all."""
         for number, task in batch.groups.items():
             self._update(f"INSERT OR REPLACE {_OPEN_GROUP}", number, task.env, task.index, task.task_id)
         for name in batch.episodes:

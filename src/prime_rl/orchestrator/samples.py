@@ -97,7 +97,7 @@ class Admission:
 
 
 def rejection_reason(group: Group[EpisodeResult], config: "OrchestratorConfig") -> str | None:
-    """Return why a complete group is rejected, or None: its episodes' filters if none is left, or a filter of groups."""
+    """Return why a complete group is rejected, or None: its episodes' filters if none is left, or a group filter."""
     env, results = group.task.env, [episode.result for episode in group.finished]
     filters = config.filters_of(env)
     if all(result.filtered for result in results):

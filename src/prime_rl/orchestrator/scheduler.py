@@ -331,7 +331,7 @@ class Scheduler(Generic[Result]):
         return opened[-batch] + PACE * seconds / (level + 1)
 
     def _may_start(self, position: int) -> bool:
-        """Whether `max_steps` and the served version allow the step of the group at `position` among those in no batch."""
+        """Return whether `max_steps` and the served version allow the step of the group at unbatched `position`."""
         step, last = planned_step(self.step, position, self.limits.groups_per_batch), self.limits.max_steps
         return (last is None or step < last) and may_start(step, self.version, self.limits.async_level)
 

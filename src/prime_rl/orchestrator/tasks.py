@@ -129,5 +129,5 @@ def task_stream(
 
 
 def request_seed(seed: int, subject: str, number: int) -> int:
-    """A 31-bit seed for attempt `number` at `subject`: the same in every run of a seed, unrelated to its neighbours'."""
+    """Return a 31-bit seed for attempt `number` at `subject`: the same in every run of `seed`, unrelated to others."""
     return xxhash.xxh3_64_intdigest(f"{seed}/{subject}/{number}".encode()) & 0x7FFFFFFF
