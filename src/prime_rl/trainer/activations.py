@@ -3,7 +3,7 @@
 Levels of checkpointing, from the fastest to the leanest, each keeping less than the one before:
 
     none        as autograd (compiled: as the partitioner) pleases
-    pointwise   attention and every matrix product are kept; norms, rotary embedding and activation function are computed again
+    pointwise   attention and every matrix product are kept; norms, rotary embedding and activation are computed again
     wide        the widest products too: those into the feed-forward layer
     attention   all but the attention kernel
     full        all of the block, attention too
@@ -43,7 +43,7 @@ def offload_layers(layers: Sequence[nn.Module], device: torch.device, offloaded:
     """The layers; those in `offloaded` keep nothing on the device. The last `LAG` + 1 cannot be among them."""
     host = HostPool(device)
     return [
-        # The others are wrapped as well: their backward passes fetch what is needed next. None comes after the last one.
+        # All others are wrapped: their backward passes fetch what is needed next. Nothing comes after the last one.
         layer if index == len(layers) - 1 else _OffloadedBlock(layer, host, index, index in offloaded)
         for index, layer in enumerate(layers)
     ]
@@ -210,7 +210,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor."""
+    """Return the whole storage of a tensor as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
 
 
@@ -264,8 +264,8 @@ class Checkpointed(ActivationWrapper):
         self.level, self.checkpoint = level, checkpoint
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # The compiler does not compare policies when it decides whether one layer's graph serves another: with different
-        # policies both would get the first one's. It does compare a string that is read here.
+        # The compiler does not compare policies when it decides whether one layer's graph serves another, and both get
+        # the first one's. It does compare a string that is read here.
         assert self.level != "none"
         return self.checkpoint(self._checkpoint_wrapped_module, *args, **kwargs)
 

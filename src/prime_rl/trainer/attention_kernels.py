@@ -9,8 +9,8 @@ keep its output by name. All have the form
     longest [] int64 in host memory: tokens of the longest document (`attention.boundaries` says why it is a tensor)
     window: a token looks at that many last tokens, itself included; None: at all earlier ones of its document
     softcap: scores become softcap * tanh(score / softcap); None: they stay
-    sinks [Hq]: scores of one more token that all look at, and whose value is 0. No kernel need know: its out and lse give
-        those with sinks, from which its backward computes the right gradients
+    sinks [Hq]: scores of one more token that all look at, with value 0. Kernels need not know it: from an out and lse
+        with sinks a backward computes the right gradients
     out [T, Hq, D]; lse [Hq, T] float32: the log of the sum of exp(score)
 """
 
@@ -47,7 +47,7 @@ def packed_operator(
     forward: Callable[[Tensor, Tensor, Tensor, Mask], tuple[Tensor, Tensor]],
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Mask], Grads],
 ) -> Operator:
-    """Make `prime_rl::name` out of two plain functions without autograd or tracing. Their inputs' last dimension is dense.
+    """Make `prime_rl::name` out of two plain functions without autograd or tracing. Inputs have a dense last dimension.
 
     Args:
         forward: (q, k, v, mask) -> (out, lse)
@@ -234,7 +234,7 @@ def _varlen_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
 
 
 def cudnn_plan(documents: int, longest: int, tokens: int, heads: int) -> tuple[int, int]:
-    """The number of documents and the longest length that a plan is made for: powers of two, so that few plans serve all.
+    """Return the documents and longest length to make a plan for: powers of two, so that few plans serve all.
 
     Backward wants its statistics as float32 [documents, heads, longest]. Where rounding would take them over
     `CUDNN_LSE_BYTES` (one long document among many short ones) the length is rounded to the next 128 only, and the
@@ -272,7 +272,7 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor,
 def _cudnn_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
     arguments = _cudnn_arguments(mask, *q.shape[:2])
     statistics = _by_document(lse, arguments["cu_seqlens_q"], arguments["max_seqlen_q"])
-    # Of a q that is laid out by head, as the compiler may have it, the front end silently makes a wrong dq (1.32, H200).
+    # Of a q that is laid out by head, as the compiler may do, the front end silently makes a wrong dq (1.32, H200).
     tensors = *(x.contiguous() for x in (d_out, q, k, v, out)), statistics
     dq, dk, dv = torch.ops.cudnn.sdpa_bwd(*tensors, mask.scale, **arguments)
     return dq, dk, dv

@@ -1,10 +1,10 @@
 """From hidden states to log-probability, entropy and loss, without the [tokens, vocabulary] logits ever existing.
 
-Tokens go through the head in chunks of C rows; only a chunk's logits exist, in one buffer that all chunks use. Statistics are float32
-(float64 for float64 inputs) whatever the compute dtype, and the gradient of the head's weight is accumulated over chunks in that precision
-too: in bfloat16 its error would grow with the number of chunks. Names carry shapes: N tokens, C of a chunk, V vocabulary, H hidden.
+Tokens go through the head in chunks of C rows; only a chunk's logits exist, in one buffer for all chunks. Statistics
+and the accumulated gradient of the head's weight are float32 (float64 for float64 inputs): in bfloat16 the gradient's
+error would grow with the number of chunks. Names carry shapes: N tokens, C of a chunk, V vocabulary, H hidden.
 
-A model's own forward may scale its logits and cap them (`HeadForm`). The factor of the whole, scale or cap, goes into the
+A model's own forward may scale its logits and cap them (`HeadForm`). The outer factor, scale or cap, goes into the
 inverse temperature: a chunk holds x = hidden weight^T + bias, or of a capped model x = tanh(slope · that).
 """
 
@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(logprob [C], entropy [C], streams [K, C]) -> (summed loss, sums [M] for metrics, the last MAXIMA of which are maxima).
-The loss must be a sum over tokens; it is differentiated with respect to both of its first arguments, and compiled into one graph."""
+"""(logprob [C], entropy [C], streams [K, C]) -> (summed loss, sums [M] for metrics, the last MAXIMA of them maxima).
+A sum over tokens, differentiated with respect to its first two arguments and compiled into one graph."""
 
 MAXIMA = 4
 
 
 @dataclass(frozen=True)
 class HeadForm:
-    """What a model's own forward makes of u = hidden weight^T + bias:  logits = scale · u,  or  cap · tanh(scale · u / cap)."""
+    """How a model makes logits of u = hidden weight^T + bias:  logits = scale · u,  or  cap · tanh(scale · u / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -60,9 +60,9 @@ def add_up(sums: Sequence[Tensor]) -> Tensor:
 
 
 def stats(logits_CV: Tensor, labels_C: Tensor, inv_temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log partition, log-probability of the label and entropy of softmax(logits / temperature), each [C].
+    """Return log partition, log-probability of the label and entropy of softmax(logits / temperature), each [C].
 
-    All three are NaN for a row with a NaN or an infinite logit, -inf included: no model means it, and a loss must not hide it.
+    All are NaN for a row with a NaN or an infinite logit, -inf included: no model means it; no loss may hide it.
     """
     if has_kernels(logits_CV):
         from prime_rl.trainer import triton_kernels
@@ -122,9 +122,9 @@ def logprob_entropy(
     bias_V: Tensor | None = None,
     form: HeadForm = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of its distribution, both [N] and differentiable.
+    """Return the log-probability of each label and the entropy of its distribution, both [N] and differentiable.
 
-    Keeps no logits: backward computes each chunk's again, four matrix products in all. For losses that couple tokens, and for scoring.
+    Keeps no logits: backward recomputes each chunk's (four matrix products). For scoring; losses that couple tokens.
     """
     inv_t = form.fold(inv_temperature_N)
     return _LogprobEntropy.apply(hidden_NH, weight_VH, bias_V, labels_N, inv_t, chunk, form.slope)
@@ -143,13 +143,13 @@ def fused_token_loss(
     bias_V: Tensor | None = None,
     form: HeadForm = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """The loss and the metric sums of `token_loss` over all tokens, in one pass.
+    """Return the loss and the metric sums of `token_loss` over all tokens, in one pass.
 
-    The loss is evaluated inside forward and its gradients are formed there, while the chunk's logits are still alive: three matrix products
-    a chunk instead of four.
+    Gradients are formed in forward, while the chunk's logits exist: three matrix products a chunk instead of four.
 
     Args:
-        compiled: Compile `token_loss` and its gradient, once for all sizes: eager, their many operations on [C] cost more than the logits.
+        compiled: Compile `token_loss` and its gradient, once for all sizes: in eager mode their many operations on [C]
+            cost more than the logits.
 
     Returns:
         loss [] (differentiable in hidden, weight and bias, once), sums [M] (not differentiable).
@@ -203,7 +203,7 @@ def _multiply(
 
 @functools.cache
 def _differentiated(token_loss: TokenLoss, compiled: bool) -> Differentiated:
-    """`token_loss` with its gradients, out of one function, so that compiling gives one graph without autograd around it."""
+    """Return one function for `token_loss` and its gradients, which compiles to one graph without autograd outside."""
     both = torch.func.grad_and_value(token_loss, argnums=(0, 1), has_aux=True)
 
     def run(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -283,7 +283,7 @@ class _FusedTokenLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> Any:  # type: ignore[override]
-        # In training d_loss is 1, but to look would wait for the device. Multiplying is free: the cast reads and writes everything anyway.
+        # In training d_loss is 1, but checking would wait for the device. Multiplying is free: the cast runs anyway.
         scaled = [
             None if gradient is None else torch.mul(gradient, d_loss, out=torch.empty_like(gradient, dtype=ctx.dtype))
             for gradient in ctx.saved_tensors

@@ -1,6 +1,6 @@
 """From documents to micro-batches on the device: the plan, the micro-batches, the thread that prepares them.
 
-Every rank computes the same plan (which sample goes to which rank and micro-step) from the lengths alone, and reads only
+Every rank computes the same plan (which sample goes to which rank and micro-step) from lengths alone, and reads only
 its own rows.
 """
 

@@ -71,8 +71,8 @@ def init_world(device: str, timeout: float, replicate: int = 1) -> World:
     Raises:
         UserError: there is no such device, or the ranks cannot be divided among the replicas.
     """
-    # The loop releases the interpreter with every operator, and would wait 5 ms (Python's default) to get it back from a
-    # thread that packs or exports: on small steps longer than the GPU takes for what is queued.
+    # The loop releases the interpreter with every operator, and would wait 5 ms (Python's default) to take it back from
+    # a thread that packs or exports: on small steps longer than the GPU takes for what is queued.
     sys.setswitchinterval(_SWITCH_SECONDS)
     # Read when CUDA starts. The loop launches more kernels than a queue holds by default (about a thousand); launches
     # between two steps would find it full, and the GPU would wait for the next step: 2.2 % of a step's time with the
@@ -116,7 +116,7 @@ def background_world(world: World, timeout: float) -> World:
 
 
 def _replicated_mesh(kind: str, rank: int, size: int, replicas: int, limit: timedelta) -> DeviceMesh:
-    """Replicas of consecutive ranks, each sharded, with groups that keep the time limit (torch's have the default one)."""
+    """Return replicas of consecutive ranks, each sharded. Their groups have the time limit (torch's: the default)."""
     ranks = torch.arange(size).reshape(replicas, -1)
     groups = []
     for lines in (ranks.T.tolist(), ranks.tolist()):  # ranks with the same rows, ranks of the same replica
@@ -165,7 +165,7 @@ def on_main(world: World, action: Callable[[], T]) -> T:
 
 
 def agree(world: World, action: Callable[[], T]) -> T:
-    """Run `action` on every rank; when it raises UserError or CommitError on one, every rank raises the first such error."""
+    """Run `action` on every rank; if it raises UserError or CommitError on one, every rank raises the first one."""
     value, message = None, None
     try:
         value = action()
@@ -229,7 +229,7 @@ Moment = float | torch.cuda.Event
 
 
 def now(device: torch.device) -> Moment:
-    """A moment on the device's own time line, which the host may be ahead of: an event on a GPU, else the host's clock."""
+    """Return a moment on the device's own time line, which the host may be ahead of: an event on a GPU, or a time."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True, blocking=True)

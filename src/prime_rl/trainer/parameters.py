@@ -33,7 +33,7 @@ _WRAPPED = "_checkpoint_wrapped_module."  # of blocks that keep less, or keep it
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a model's files, of `shape`, and what holds it, whole or (`index`) in an expert and rows of its matrix."""
+    """One tensor of a model's files, of `shape`, and what holds it, whole or (`index`) in an expert's matrix rows."""
 
     name: str
     shape: list[int]
@@ -70,10 +70,10 @@ class _Uncopied(TorchFunctionMode):
 
 
 def stored_tensors(policy: nn.Module, held: Collection[str] = ()) -> Iterator[StoredTensor]:
-    """What the model's files hold, in the order of the parameters.
+    """Yield what the model's files hold, in the order of the parameters.
 
     transformers' own conversion, backwards and without values, takes the parameters apart. `held`: names in existing
-    files, whose tensors under transformers' own names are left whole. Raises UserError if one is no slice of a parameter.
+    files, whose tensors under transformers' own names stay whole. Raises UserError if one is no slice of a parameter.
     """
     assert isinstance(policy.lm, PreTrainedModel)
     # With routers' correction biases, which are buffers

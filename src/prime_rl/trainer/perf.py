@@ -34,10 +34,10 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def matmul_parameters(lm: PreTrainedModel) -> int:
-    """Parameters that a token is multiplied by: all matrices, the head included, and of the experts those it is sent to.
+    """Count the parameters that a token is multiplied by: all matrices, the head, and the experts that it is sent to.
 
     The embedding is looked up, but a tied head multiplies by the same matrix. Experts are kept as [experts, out, in].
-    Of recurrent layers convolutions and gates count, the products of their state with itself do not: it is no parameter.
+    Of recurrent layers convolutions and gates count; products of their state with itself do not: no parameter.
     """
     lookup = lm.get_input_embeddings().weight
     chosen = moe.experts_per_token(lm)
@@ -72,7 +72,7 @@ def ideal_seconds(flops: float, world: World) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> tuple[float, float]:
-    """Most memory since the last reset: in tensors, and reserved by the allocator. On CPU the process's resident peak."""
+    """Return the peak GiB since the last reset in tensors and in the allocator. On CPU: the process's resident peak."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB, torch.cuda.max_memory_reserved(device) / GIB
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

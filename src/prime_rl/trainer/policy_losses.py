@@ -2,8 +2,8 @@
 
     r = exp(logprob - old)      the ratio
 
-Each returns (loss [N], dropped [N] bool): the loss of every token, not yet weighted, and which tokens get no gradient from
-it. A ratio that overflows must do no harm where its token is dropped or has no advantage, so it is taken out before the
+Each returns (loss [N], dropped [N] bool): the loss of every token, not yet weighted, and which tokens get no gradient
+from it. A ratio that overflows must do no harm where its token is dropped or has no advantage: it is removed before the
 exponential: 0 · inf is not 0.
 
 Those that take `sequences` couple the tokens of a sequence and are evaluated on all tokens of a micro-batch at once.
@@ -88,15 +88,15 @@ def _masked_ratio(log_ratio: Tensor, advantage: Tensor, dropped: Tensor, adv_tau
 def grpo(logprob: Tensor, old: Tensor, advantage: Tensor, config: "GRPOLoss") -> PolicyTerm:
     """PPO's clipped objective on tokens, as in GRPO:  -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    Schulman et al. 2017, arXiv:1707.06347; Shao et al. 2024, arXiv:2402.03300; with clip_high > clip_low DAPO, Yu et al. 2025, arXiv:2503.14476; with
-    normalization fixed Dr. GRPO, Liu et al. 2025, arXiv:2503.20783. GRPO's paper divides by sequences (normalization sequence), DAPO's formula by
-    the tokens of each group (normalization group), common practice by those of the step, which is the default.
+    Schulman et al. 2017, arXiv:1707.06347; Shao et al. 2024, arXiv:2402.03300. clip_high > clip_low is DAPO (Yu et al.
+    2025, arXiv:2503.14476). Normalization: fixed is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783), sequence the paper of
+    GRPO, group DAPO's formula, token (the default) common practice.
     """
     return _clipped(logprob - old, advantage, config.clip_low, config.clip_high)
 
 
 def ppo_clip(logprob: Tensor, old: Tensor, advantage: Tensor, config: "PPOClipLoss") -> PolicyTerm:
-    """The clipped objective, bounded for negative advantages as well:  -max(min(r A, clip(r) A), dual_clip · A) where A < 0.
+    """The clipped objective, bounded where A < 0 as well:  -max(min(r A, clip(r) A), dual_clip · A).
 
     Ye et al. 2020, arXiv:1912.09729 (dual-clip PPO), which recommends 3.
     """
@@ -110,7 +110,7 @@ def ppo_clip(logprob: Tensor, old: Tensor, advantage: Tensor, config: "PPOClipLo
 def gspo(logprob: Tensor, old: Tensor, advantage: Tensor, config: "GSPOLoss", sequences: Sequences) -> PolicyTerm:
     """The clipped objective of whole sequences:  s = exp(mean of log r over the sequence),  -min(s A, clip(s) A).
 
-    Zheng et al. 2025, arXiv:2507.18071, with its clips and its mean over sequences. The gradient flows through s, into all tokens alike.
+    Zheng et al. 2025, arXiv:2507.18071, with its clips and mean over sequences. All tokens get a gradient through s.
     """
     return _clipped(sequences.mean(logprob - old), advantage, config.clip_low, config.clip_high)
 
@@ -127,8 +127,8 @@ def _clipped(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: f
 def cispo(logprob: Tensor, old: Tensor, advantage: Tensor, config: "CISPOLoss") -> PolicyTerm:
     """Clipped importance weights, detached:  -clip(r, 1 - clip_low, 1 + clip_high) · A · logprob.
 
-    MiniMax-M1, 2025, arXiv:2506.13585, which bounds from above alone and does not tell its bound; 5 is within the range that ScaleRL (arXiv:2510.13786)
-    found to make no difference. No token is dropped. Its formula is normalization group, as is ScaleRL's recipe ("prompt average"); the default is token.
+    MiniMax-M1, 2025, arXiv:2506.13585, with an upper bound that it does not state; ScaleRL (arXiv:2510.13786) saw no
+    difference in a range with 5 in it. No token is dropped. Both normalize by group ("prompt average"); we by token.
     """
     with torch.no_grad():
         weight = (logprob - old).exp().clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -140,9 +140,9 @@ def reinforce(
 ) -> PolicyTerm:
     """Williams' policy gradient with a detached importance weight:  -w(ratio) · A · logprob.
 
-    none: w = 1.  truncate (TIS, Yao et al. 2025, a blog post): w = min(ratio, high).  mask (MIS; of tokens IcePop, Ling team 2025,
-    arXiv:2510.18855; of sequences Liu et al. 2025, "When Speed Kills Stability", a blog post): w = ratio within low … high, else 0, and the token is
-    dropped. The ratio is the token's, the product over its sequence, or that product's geometric mean (`level`, which also says what bounds are usual).
+    none: w = 1.  truncate (TIS, Yao et al. 2025, a blog post): w = min(ratio, high).  mask (MIS): w = ratio within
+    low … high, else 0 (dropped); by token IcePop (Ling team 2025, arXiv:2510.18855), by sequence "When Speed Kills
+    Stability" (Liu et al. 2025, a blog post). `level`: the ratio of a token, or a sequence's product or geometric mean.
     """
     with torch.no_grad():
         log_ratio = logprob - old

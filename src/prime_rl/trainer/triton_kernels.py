@@ -1,10 +1,10 @@
-"""Triton kernels, imported where tensors are on CUDA; tested against the same formulas in torch (`lm_head.py`, `moe.py`).
+"""Triton kernels, imported where tensors are on CUDA; tested against the formulas in torch (`lm_head.py`, `moe.py`).
 
-The head's two passes over a chunk of logits: one read for all statistics, one read and write in place for the gradient. Statistics are float32 and
-exponentials have base 2, which is what the hardware computes. C tokens of a chunk, V vocabulary.
+The head's two passes over a chunk of logits: one reads all statistics, one reads and writes in place the gradient.
+Statistics are float32; exponentials have base 2, as the hardware computes them. C tokens of a chunk, V vocabulary.
 
-Rows of tokens to their places among the experts' rows and back, every row read and written once. Inductor's own gather computes the index anew for
-each element, and took five times as long as memory allows. T tokens, K places of each, S = T·K, H columns.
+Rows of tokens to their places among the experts' rows and back, every row read and written once. Inductor's own gather
+computes each element's index anew and took five times memory's time. T tokens, K places of each, S = T·K, H columns.
 """
 
 import torch
@@ -24,10 +24,10 @@ WARPS = 8
 
 @triton.jit
 def _absorb(x: tl.tensor, scale: tl.tensor, top: tl.tensor, mass: tl.tensor, moment: tl.tensor) -> tl.tuple:
-    """Take logits x [LANES, WIDTH] into the statistics [LANES] of z = x · scale:  top = max z,  mass = Σ 2^(z - top),  moment = Σ 2^(z - top) (z - top).
+    """Take logits x [LANES, WIDTH] into the statistics [LANES] of z = x · scale.
 
-    A lane settles on its new maximum once for all WIDTH logits, which one thread has loaded: little more than one exponential a logit, and no
-    thread waits for another.
+    top = max z,  mass = Σ 2^(z - top),  moment = Σ 2^(z - top) (z - top).  A lane takes its new maximum once for all
+    WIDTH logits, which one thread has loaded: little more than one exponential a logit, no thread waits for another.
     """
     new = tl.maximum(top, tl.max(x, 1) * scale)
     rise = top - new
@@ -98,7 +98,7 @@ def _dlogits(
     BLOCK: tl.constexpr,
     SLOPE: tl.constexpr,
 ) -> None:
-    """One program for BLOCK logits of a row:  d = (onehot - p) d_logprob - p (log p + entropy) d_entropy,  by the temperature.
+    """Store BLOCK logits' d = (onehot - p) d_logprob - p (log p + entropy) d_entropy,  by the temperature.
 
     With a SLOPE the logits are x = tanh(SLOPE · u), and d is multiplied by dx / du.
     """
@@ -122,9 +122,9 @@ def _dlogits(
 
 
 def stats(logits_CV: Tensor, labels_C: Tensor, inv_temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log partition, log-probability of the label and entropy of softmax(logits / temperature), each [C] float32; see `lm_head.stats`.
+    """Return log partition, the label's log-probability and entropy [C] float32 of softmax(logits / temperature).
 
-    The log-probability of a label outside the vocabulary is NaN.
+    The log-probability of a label outside the vocabulary is NaN. See `lm_head.stats`.
     """
     size, vocabulary = logits_CV.shape
     log_z, logprob, entropy = (torch.empty(size, dtype=torch.float32, device=logits_CV.device) for _ in range(3))

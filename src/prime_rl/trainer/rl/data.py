@@ -196,10 +196,10 @@ def grouped(data: StepData, group_of: "Sequence[str] | Sequence[int]", mine: Seq
 
 
 def normalize(data: StepData, world: World, loss: "PolicyLoss") -> StepData:
-    """Divide each component's weights by its denominator in the whole step: one sum over the ranks, before any backward.
+    """Divide each component's weights by its denominator in the whole step: one sum over ranks, before any backward.
 
     The denominator is the component's number of tokens (of nonzero weight) over all micro-batches and ranks. For the RL
-    component `loss.normalization` may say another one. With n tokens of a sequence of it, and N sequences with any, it is
+    component `loss.normalization` may name another. With n of its tokens in a sequence, and N sequences with any, it is
 
         token     all tokens of the step: common practice, also in implementations of DAPO (ScaleRL's "token average")
         sequence  n · N  (GRPO's paper; ScaleRL's "sample average")

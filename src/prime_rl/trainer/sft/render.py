@@ -184,12 +184,12 @@ class RowRenderer:
         self._warned = False
 
     def samples(self, row: Row) -> list[Tokens]:
-        """One sample of a row, or several if none has every trained message in the context that inference would see.
+        """Return one sample of a row, or several if none has every trained message in the context seen at inference.
 
         * `messages`: every message of a role that the loss mask names is trained; by default the assistant's.
         * `prompt` and `completion` as lists of messages: the same, in the completion only.
         * `prompt` and `completion` as text: a user message and the assistant's answer. Without a chat template: the
-          prompt's tokens, then the completion's with the end-of-sequence token, which are trained as an assistant's are.
+          prompt's tokens, then the completion's with the end-of-sequence token, trained as an assistant's are.
 
         Of an assistant message its reasoning, content, tool calls and the token that ends its turn are trained; of
         other roles the content.
@@ -292,8 +292,8 @@ class RowRenderer:
         if stops := [place for place, token in enumerate(reply) if token in self._stop_ids]:
             return Tokens.of(before, reply[: stops[0] + 1])
         raise UserError(
-            f"the chat template of {self._model} ends {where} with no token at which servers stop: name the one that it "
-            "writes as `eos_token_id` in generation_config.json"
+            f"the chat template of {self._model} ends {where} with no token at which servers stop: name the one that "
+            "it writes as `eos_token_id` in generation_config.json"
         )
 
     def _encode(self, text: str) -> list[int]:

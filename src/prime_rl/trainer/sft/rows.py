@@ -112,9 +112,9 @@ def fake_row(data: SFTData, vocabulary: int, seed: int, index: int) -> list[Toke
 
 
 class RowData(StepSource):
-    """Steps of a dataset, or of fake rows. Every rank reads the same: the number of ranks changes no step, resumed or not.
+    """Steps of a dataset, or of fake rows. Every rank reads the same: the number of ranks changes no step.
 
-    The first rows are tokenized at once, so that a dataset of another form is refused before the model is loaded: raises
+    The first rows are tokenized at once, so that a dataset of another form is refused before the model loads: raises
     UserError if the dataset or the tokenizer cannot be loaded, or one of the first rows is malformed.
     """
 
@@ -134,7 +134,7 @@ class RowData(StepSource):
         self._steps = row_steps(self.tokens, len(self.rows), self.config.data, self.config.seed, samples)
 
     def prepare(self, step: int) -> StepData:
-        """The next step. The thread comes here once a step, in order. Every rank packs the same, and keeps its share."""
+        """Return the next step. One thread calls this once a step, in order. Every rank packs all, keeps its share."""
         samples, taken, dropped = next(self._steps)
         data, world = self.config.data, self.world
         loss_tokens = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
