@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig
+from prime_rl.config.trainer import AdamW, Muon, OptimConfig
 from prime_rl.trainer import optim
 from prime_rl.trainer.optim import build_optimizer, is_hidden_matrix
 from support import optim as support
 
 GPU = torch.device("cuda")
-CONFIGS = [AdamW(lr=1e-2), SGD(lr=1e-2), Muon(lr=1e-2)]
+CONFIGS = [AdamW(lr=1e-2), Muon(lr=1e-2)]
 
 
 def toy_with_gradients(steps: int) -> tuple[nn.Module, list[list[Tensor]]]:
@@ -23,7 +23,7 @@ def toy_with_gradients(steps: int) -> tuple[nn.Module, list[list[Tensor]]]:
     ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["adamw", "muon"])
 def test_offload_changes_no_bit(config: OptimConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five steps, one right after the other, in many more chunks than are under way at a time; the states
     lie in pinned host memory."""

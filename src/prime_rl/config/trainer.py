@@ -26,14 +26,6 @@ class AdamW(_Optimizer):
     betas2: float = option(0.999, "Decay of the running mean of its square.", ge=0, lt=1)
 
 
-class SGD(_Optimizer):
-    """Stochastic gradient descent with Nesterov momentum."""
-
-    type: Literal["sgd"] = option("sgd", "Kind of optimizer.")
-    weight_decay: NonNegativeFloat = option(0.01, "Weight decay, added to the gradient.")
-    momentum: float = option(0.9, "Decay of the running sum of gradients (0: none).", ge=0, lt=1)
-
-
 class Muon(_Optimizer):
     """Muon for the matrices of the layers; embeddings, head, norms and biases are updated by AdamW."""
 
@@ -41,7 +33,7 @@ class Muon(_Optimizer):
     momentum: float = option(0.95, "Decay of the running mean of the gradient.", ge=0, lt=1)
 
 
-OptimConfig = AdamW | SGD | Muon
+OptimConfig = AdamW | Muon
 
 
 class ConstantScheduler(Section):

@@ -191,8 +191,6 @@ def state_bytes(optim: "OptimConfig", shape: Shape) -> float:
     """Bytes of optimizer state on the GPU per parameter. Offloaded states visit the GPU when activations are gone."""
     if optim.offload:
         return 0.0
-    if optim.type == "sgd":
-        return 4.0 if optim.momentum else 0.0
     if optim.type == "muon":  # one running mean for the matrices of the layers, two for the rest
         return 4.0 + 4.0 * shape.root_parameters / shape.parameters
     return 8.0

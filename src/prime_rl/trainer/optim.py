@@ -241,10 +241,6 @@ def build_optimizer(model: nn.Module, config: "OptimConfig") -> ShardedOptimizer
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     settings = {"lr": config.lr, "weight_decay": config.weight_decay}
-    if config.type == "sgd":
-        states = _MOMENTUM if config.momentum else ()
-        settings["momentum"] = config.momentum
-        return ShardedOptimizer([ParameterGroup([p for _, p in named], settings, states, sgd, host=config.offload)])
     groups = []
     betas = (config.betas1, config.betas2) if config.type == "adamw" else _MUON_BETAS
     if config.type == "muon":
@@ -274,23 +270,6 @@ def adamw(settings: Settings, chunks: Iterable[Chunk], steps: Steps) -> None:
             eps=settings["eps"],
             amsgrad=False,
             maximize=False,
-        )
-
-
-def sgd(settings: Settings, chunks: Iterable[Chunk], steps: Steps) -> None:
-    """SGD with (Nesterov) momentum as PyTorch defines it, by its fused kernel. Without momentum there is no state."""
-    for items in chunks:
-        torch._fused_sgd_(
-            [item.elements.value() for item in items],
-            [item.elements.grad() for item in items],
-            [state for item in items for state in item.states],
-            weight_decay=settings["weight_decay"],
-            momentum=settings["momentum"],
-            lr=settings["lr"],
-            dampening=0.0,
-            nesterov=settings["momentum"] > 0,
-            maximize=False,
-            is_first_step=False,  # momentum begins with zeros
         )
 
 

@@ -139,7 +139,7 @@ def _load(state: State, directory: Path, world: World) -> None:
         for name in sorted(saved.keys() | ours.keys()):
             if saved.get(name) == ours.get(name):
                 continue
-            same = "; optim.type, and for sgd whether optim.momentum is 0, must be the same as when it was saved"
+            same = "; optim.type must be the same as when it was saved"
             raise UserError(
                 f"{directory} does not fit this model: {name} has shape {saved.get(name)} in the checkpoint and "
                 f"{ours.get(name)} in the model (None: it is missing){same if name.startswith('optimizer.') else ''}"

@@ -32,7 +32,7 @@ ODD_WORDS = (
     "None true 0 -1 1.5 nan 1e400 ² @ @x.toml x.toml -- -x a,b 1+2j [] {} [3] [[{}]] {1:2} http://[::1 http://h:99999"
 )
 ODD = [*ODD_WORDS.split(), "", '[{"id": "y"}]', '{"type": []}', '{"type": {"a": 1}}', '{"": 1}']
-PLAUSIBLE = [True, 1, 0.5, 8001, "x", "sgd", "http://h:8001", "http://localhost:8000/v1", ["x"], [{"id": "y"}], {"any": 1}, {}]  # fmt: skip
+PLAUSIBLE = [True, 1, 0.5, 8001, "x", "muon", "http://h:8001", "http://localhost:8000/v1", ["x"], [{"id": "y"}], {"any": 1}, {}]  # fmt: skip
 # These are compared and filled between sections before the last validation.
 SHARED_NAMES = "base_url admin_base_url server wandb ckpt seq_len fake bench clean model eval inference trainer type"
 SHARED = {*SHARED_NAMES.split()}

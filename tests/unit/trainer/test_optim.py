@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl.config.trainer import (
-    SGD,
     AdamW,
     ConstantScheduler,
     CosineScheduler,
@@ -26,7 +25,7 @@ from support import trainer
 from support.processes import REPOSITORY, Command
 
 world = trainer.world
-CONFIGS = [AdamW(lr=1e-2), SGD(lr=1e-2), Muon(lr=1e-2)]
+CONFIGS = [AdamW(lr=1e-2), Muon(lr=1e-2)]
 
 
 def updated(config: OptimConfig, steps: int = 4) -> dict[str, Tensor]:
@@ -39,18 +38,6 @@ def test_adamw() -> None:
     for name, value, gradients in support.start_and_gradients():
         want = support.adamw(value, gradients, 1e-2, (0.8, 0.9), 0.3)
         torch.testing.assert_close(got[name].double(), want, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@pytest.mark.parametrize("momentum", [0.9, 0.0])
-def test_sgd(momentum: float) -> None:
-    got = updated(SGD(lr=1e-2, momentum=momentum, weight_decay=0.3))
-    for name, value, gradients in support.start_and_gradients():
-        velocity = torch.zeros_like(value)
-        for gradient in gradients:
-            decayed = gradient + 0.3 * value
-            velocity = momentum * velocity + decayed
-            value = value - 1e-2 * (decayed + momentum * velocity)
-        torch.testing.assert_close(got[name].double(), value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
