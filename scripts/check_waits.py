@@ -44,7 +44,9 @@ METHODS: dict[str, int | None] = {
     "wait": 0, "join": 0, "get": 1, "acquire": 1, "select": 0, "communicate": None, "result": 0,
 }  # fmt: skip
 TIMEOUTS = {"timeout", "total", "seconds"}
-ENDLESS = {"os.system", "os.popen", "os.wait", "os.read", "signal.pause", "signal.sigwait", "input", "asyncio.open_connection"}  # fmt: skip
+ENDLESS = {
+    "os.system", "os.popen", "os.wait", "os.read", "signal.pause", "signal.sigwait", "input", "asyncio.open_connection"
+}  # fmt: skip
 # Calls that end at once if one of these words is among their arguments.
 UNLESS = {"fcntl.flock": "LOCK_NB|LOCK_UN", "fcntl.lockf": "LOCK_NB|LOCK_UN", "os.waitpid": "WNOHANG"}
 MESSAGES = re.compile(r"recv(_\w+|from\w*|msg\w*)?|accept")

@@ -61,10 +61,12 @@ def tables(section: type[Section], path: Keys, command: str, shown: dict[type[Se
         members, inner = _sections(section, setting), (*path, *setting.keys)
         keys = f"[[{'.'.join(inner)}]]" if setting.takes(list) else f"[{'.'.join(inner)}]"
         if members:
-            yield f"### {command} {keys} {{ #{'-'.join([*command.split(), *inner])} }}\n\n{setting.field.description or ''}\n"
+            anchor = "-".join([*command.split(), *inner])
+            yield f"### {command} {keys} {{ #{anchor} }}\n\n{setting.field.description or ''}\n"
         for member in members:
             if len(members) > 1:
-                yield f'**type = "{member.model_fields["type"].default}"**: {" ".join((member.__doc__ or "").split()).rstrip(".")}.\n'
+                summary = " ".join((member.__doc__ or "").split()).rstrip(".")
+                yield f'**type = "{member.model_fields["type"].default}"**: {summary}.\n'
             if member in shown:
                 yield f"As {shown[member]}.\n"
             else:

@@ -1,10 +1,10 @@
-"""Every fault at every point of every process: one run of `rl` each, what it ended in, and the table in docs/reference/fault-matrix.md.
+"""Every fault at every point of every process, in runs of `rl`, what each ended in, and docs/reference/fault-matrix.md.
 
-    python scripts/fault_matrix.py                       # everything: some 90 runs, two at a time (about an hour on two cores)
+    python scripts/fault_matrix.py                       # everything: some 90 runs, two at a time, an hour on two cores
     python scripts/fault_matrix.py --only 'kill trainer*' --jobs 1 --keep
     python scripts/fault_matrix.py --table               # the table from what was measured before
 
-Rows go to --out as they are made; a cell that stands there is not run again (--again runs those that failed, --fresh all).
+Rows go to --out as they are made; a cell that has one is not run again (--again runs those that failed, --fresh all).
 Exit status 1 when a cell failed.
 """
 
@@ -113,7 +113,8 @@ class Store:
         failed = [row for row in rows if row["problems"]]
         seconds = sum(row["seconds"] / row.get("together", 1) for row in rows)
         lines = [
-            f"{len(rows)} cells, {len(rows) - len(failed)} ended right, {len(failed)} did not; {seconds / 60:.0f} minutes of runs"
+            f"{len(rows)} cells, {len(rows) - len(failed)} ended right, {len(failed)} did not; "
+            f"{seconds / 60:.0f} minutes of runs"
         ]
         lines += [f"  {row['do']} {row['process']} {row['point']}: {row['problems'][0]}" for row in failed]
         return "\n".join(lines)
@@ -166,7 +167,7 @@ def run_all(
 
 
 def grouped(cells: Sequence[Cell], together: int) -> list[list[Cell]]:
-    """Cells whose faults can happen one after the other in the same run: the same process in the same settings, and the run goes on by itself."""
+    """Group cells whose faults can follow one another in a run: of one process and setting, and the run goes on."""
     groups: dict[str, list[list[Cell]]] = {}
     for number, cell in enumerate(cells):
         alone = (
@@ -214,8 +215,8 @@ def table(store: Store) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     minutes = sum(row["seconds"] / row.get("together", 1) for row in done) / 60
     summary = (
-        f"{right} of {len(done)} cells ended right ({len(measured) - len(done)} not run), {minutes:.0f} minutes of runs. "
-        f"{dates(done)}; {machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, {packages}."
+        f"{right} of {len(done)} cells ended right ({len(measured) - len(done)} not run), {minutes:.0f} minutes of "
+        f"runs. {dates(done)}; {machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, {packages}."
     )
     legend = (
         "*s*: seconds of the run; `/ 4`: so many faults happened in it, one after the other. *starts*: how often "
@@ -239,7 +240,8 @@ def table(store: Store) -> str:
         shared = row.get("together", 1)
         seconds = f"{row['seconds']:.0f}" + (f" / {shared}" if shared > 1 else "")
         lines.append(
-            f"| {cell.do} | {cell.process} | `{cell.point}` | {outcome} | {cell.exact} | {starts} | {seconds} | {row['date']} |"
+            f"| {cell.do} | {cell.process} | `{cell.point}` | {outcome} | {cell.exact} | {starts} | {seconds} | "
+            f"{row['date']} |"
         )
     return "\n".join(lines)
 

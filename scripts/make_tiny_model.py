@@ -4,8 +4,8 @@
     sft @ examples/reverse_text/sft_tiny.toml  # fine-tune on the demonstrations
     python scripts/make_tiny_model.py publish  # measure it, write its card -> assets/tiny-reverse/
 
-The first demonstrations are correct, and the model learns to reverse. The last ones are made by a careless teacher, who gets a share of the
-letters wrong, and the model learns to be careless too. That leaves reinforcement learning something to improve from its first step on.
+The first demonstrations are correct, and the model learns to reverse. The last ones are made by a careless teacher, who
+gets a share of the letters wrong, and the model learns that, too. This leaves reinforcement learning work to do.
 """
 
 import argparse
@@ -60,7 +60,8 @@ CHAT_TEMPLATE = """\
 {{ '<|im_start|>assistant\\n' + (message.content or '') }}
 {%- for call in message.tool_calls %}
 {{- ('\\n' if message.content or not loop.first else '') + '<tool_call>\\n{"name": "' + call.function.name }}
-{{- '", "arguments": ' + (call.function.arguments if call.function.arguments is string else call.function.arguments | tojson) }}
+{{- '", "arguments": ' + (call.function.arguments if call.function.arguments is string else \
+call.function.arguments | tojson) }}
 {{- '}\\n</tool_call>' }}
 {%- endfor %}
 {{- '<|im_end|>\\n' }}
@@ -233,8 +234,8 @@ pipeline_tag: text-generation
 ---
 # tiny-reverse
 
-A Qwen3 of {parameters:,} parameters ({kib:,} KiB of bfloat16) that reverses one or two English words, badly. It exists so that a whole
-reinforcement-learning run fits on two CPU cores: its training improves it visibly within minutes.
+A Qwen3 of {parameters:,} parameters ({kib:,} KiB of bfloat16) that reverses one or two English words, badly. It exists
+so that a whole reinforcement-learning run fits on two CPU cores: its training improves it visibly within minutes.
 
 | mean reward of `reverse-text`, 256 texts | sampled at temperature 1 | greedy |
 |---|---|---|
@@ -250,9 +251,10 @@ From nothing, in minutes on two CPU cores, by three commands:
     uv run sft @ examples/reverse_text/sft_tiny.toml
     uv run python scripts/make_tiny_model.py publish
 
-* Data: demonstrations on the training texts of `environments/reverse_text`, correct at first; in the last ones a share of the letters is
-  wrong on purpose. The model samples with the same carelessness; reinforcement learning takes it out.
-* Training: {steps} steps of supervised fine-tuning from random weights; loss of the last ten {loss:.3f} nats per trained token.
+* Data: demonstrations on the training texts of `environments/reverse_text`, correct at first; in the last ones a share
+  of the letters is wrong on purpose. The model samples with the same carelessness; reinforcement learning takes it out.
+* Training: {steps} steps of supervised fine-tuning from random weights; loss of the last ten {loss:.3f} nats per
+  trained token.
 * Tokenizer: one token per byte, three special tokens, and the two tags of the task.
 * Chat template: plain ChatML. The end of a turn, `<|im_end|>`, is the end-of-sequence token.
 

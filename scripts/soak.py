@@ -1,9 +1,9 @@
-"""A long run under fire: thirty steps, and 20 s after each recovery a random process is killed, until each was killed three times.
+"""A long run under fire: thirty steps, a random process killed 20 s after each recovery, each process three times.
 
     python scripts/soak.py                                # real vLLM, about 15 minutes on two cores
     python scripts/soak.py --fake --steps 12 --step-seconds 3 --pause 2 --kills 1      # minutes, with a fake engine
 
-What must hold in the end: exit status 0, every sample trained exactly once, a conserved ledger, the last version served. Exit status 1 if not.
+In the end exit status 0, every sample trained exactly once, a conserved ledger, the last version served; else status 1.
 """
 
 import argparse
@@ -90,7 +90,8 @@ def soak(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
             recovered = fire.recovered()
             kills[-1]["recovery"] = round(fire.seconds, 1) if recovered else None
             print(
-                f"[{time.strftime('%H:%M:%S')}] {'recovered' if recovered else 'no recovery'} after {fire.seconds:.1f} s",
+                f"[{time.strftime('%H:%M:%S')}] {'recovered' if recovered else 'no recovery'} "
+                f"after {fire.seconds:.1f} s",
                 flush=True,
             )
         try:
@@ -145,7 +146,7 @@ class Fire:
         return self._before[0]
 
     def recovered(self) -> bool:
-        """Wait until both a batch and a version have been committed that were not there at the kill. False when the run ended before."""
+        """Wait until a batch and a version newer than the kill are committed. Return False if the run ended first."""
         began = time.monotonic()
         while True:
             self.seconds = time.monotonic() - began
@@ -223,7 +224,8 @@ def summary(report: dict[str, Any]) -> str:
     ]
     if recoveries:
         lines.append(
-            f"to the next batch and version after a kill: mean {sum(recoveries) / len(recoveries):.1f} s, most {max(recoveries):.1f} s"
+            f"to the next batch and version after a kill: mean {sum(recoveries) / len(recoveries):.1f} s, "
+            f"most {max(recoveries):.1f} s"
         )
     return "\n".join(lines + [f"WRONG: {problem}" for problem in report["problems"]])
 

@@ -1,4 +1,4 @@
-"""aime2024: the 30 problems of AIME I and II of 2024, as a verifiers (v1) environment package. `aime24` is another name of it.
+"""aime2024: the 30 problems of AIME I and II of 2024, as a verifiers (v1) environment package. Also named `aime24`.
 
 HuggingFaceH4/aime_2024, split `train`: `id, problem, solution, answer, url, year`, after the dataset's card.
 """

@@ -1,4 +1,4 @@
-"""aime2025: the 30 problems of AIME I and II of 2025, as a verifiers (v1) environment package. `aime25` is another name of it.
+"""aime2025: the 30 problems of AIME I and II of 2025, as a verifiers (v1) environment package. Also named `aime25`.
 
 math-ai/aime25, split `test`: `problem, answer, id`, after the dataset's card.
 """

@@ -95,12 +95,12 @@ def parse(reply: str) -> list[str]:
 
 
 def similarity(answer: list[str], truth: list[str]) -> float:
-    """Ratio in [0, 1] of matched characters of the two lists as text (difflib's longest matching blocks); 0 for no answer."""
+    """Return the ratio in [0, 1] of characters matched between two lists as text (difflib's blocks); 0: no answer."""
     return SequenceMatcher(None, "\n".join(answer), "\n".join(truth), autojunk=False).ratio() if answer else 0.0
 
 
 def scores(problem: Problem, replies: list[str], power: float) -> list[float]:
-    """Of each turn: similarity to the power `power`, which sets nearly right apart from right; 0 for a turn without a reply."""
+    """Score each turn: similarity to the power `power`, which sets nearly right apart from right; 0 without a reply."""
     answers = [parse(reply) for reply in replies[: len(problem.turns)]]
     answers += [[]] * (len(problem.turns) - len(answers))
     return [similarity(answer, problem.truth(turn)) ** power for turn, answer in enumerate(answers)]
@@ -117,11 +117,12 @@ def problems(
     min_names: int = 2,
     max_names: int = 4,
 ) -> list[Problem]:
-    """`n` distinct problems of `split` in an order that depends on the settings alone; the first ones of a longer list are the shorter list.
+    """Return `n` distinct problems of `split`; their order depends on the settings alone, and a shorter list begins a
+    longer one.
 
     Args:
         by: The name to sort by; "both": one or the other, by problem.
-        min_names: People of a turn, at least; `max_names`, at most. No turn has fewer than one, the first none fewer than two.
+        min_names: Least people of a turn; `max_names`, most. No turn has fewer than one, the first none fewer than two.
 
     Raises ValueError for settings that make no sense.
     """
@@ -147,12 +148,13 @@ def _check(split: str, n: int, by: str, turns: tuple[int, int], names: tuple[int
             raise ValueError(f"need {least} <= min_{name} <= max_{name}, not {low} and {high}")
     if turns[1] * names[1] > len(FIRST_NAMES) // 2:
         raise ValueError(
-            f"{turns[1]} turns of {names[1]} names are more than {len(FIRST_NAMES) // 2} people: lower max_turns or max_names"
+            f"{turns[1]} turns of {names[1]} names are more than {len(FIRST_NAMES) // 2} people: lower max_turns or "
+            "max_names"
         )
 
 
 def _draws(seed: int, by: str, turns: tuple[int, int], names: tuple[int, int]) -> Iterator[Problem]:
-    """Endless problems from a hash chain: the `random` module does not promise the same choices in every Python version."""
+    """Yield problems forever from a hash chain: `random` does not promise the same choices in every Python version."""
     index = 0
     while True:
         draw = f"{seed}/{index}"

@@ -1,4 +1,4 @@
-"""The alphabet-sort taskset and environment: each turn brings people, the reward is how well each answer sorts all of them."""
+"""The alphabet-sort taskset and environment: each turn brings people, the reward is how well answers sort them all."""
 
 from collections.abc import Iterator
 from typing import Literal

@@ -20,7 +20,7 @@ def after_thinking(reply: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last complete `\boxed{…}` holds, braces within it balanced; None without one. `\boxed 7` is 7, as in TeX."""
+    r"""Return what the last complete `\boxed{…}` holds, braces in it balanced, or None. `\boxed 7` is 7, as in TeX."""
     boxes = list(_BOXED.finditer(text))
     closed = _closing(text, {box.end() for box in boxes if box.group(1) == "{"})
     for box in reversed(boxes):
@@ -32,7 +32,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def _closing(text: str, starts: set[int]) -> dict[int, int]:
-    """Where each box that begins at one of `starts`, behind its brace, is closed, of those that are. One pass: a reply may be nothing but boxes."""
+    """Return where the boxes that begin at `starts`, behind their braces, close, if they do. One pass: a reply may be
+    nothing but boxes."""
     found: dict[int, int] = {}
     opened: list[int] = []
     for brace in _BRACE.finditer(text, min(starts, default=len(text)) - 1):

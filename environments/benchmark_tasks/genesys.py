@@ -1,7 +1,8 @@
-"""Rows in the format of genesys, PrimeIntellect's library of reasoning data: `problem_id, task_type, prompt, verification_info, metadata`.
+"""Rows in the format of genesys, PrimeIntellect's library of reasoning data.
 
-`verification_info` is JSON in a string (a map in some copies). Of a `verifiable_math` row it holds `ground_truth`, the answer. Datasets of one kind
-only, such as PrimeIntellect/INTELLECT-2-only-math, may leave `task_type` out.
+Columns: `problem_id, task_type, prompt, verification_info, metadata`. `verification_info` is JSON in a string (a map in
+some copies), with the answer as `ground_truth` in a `verifiable_math` row. Datasets of one kind only, such as
+PrimeIntellect/INTELLECT-2-only-math, may leave `task_type` out.
 """
 
 import json

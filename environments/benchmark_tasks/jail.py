@@ -1,15 +1,16 @@
-"""The way into the sandbox: `python -I -S jail.py SETTINGS` (JSON) isolates its own process, then becomes the program it is to run.
+"""The way into the sandbox: `python -I -S jail.py SETTINGS` (JSON) isolates its own process, then becomes the program.
 
 Run as a file and by itself: standard library only, nothing of this package. What it sets up, in this order:
 
-* namespaces of its own (unless `unsafe`): network, without even a loopback that is up; System V memory; mounts, in which there is only what Python
-  needs, read-only, and a directory in memory, where the program starts: no data, keys, or other processes; users, which makes the others possible without
-  being root, and leaves the program without any capability;
+* namespaces of its own (unless `unsafe`): network, with no loopback up; System V memory; mounts of nothing but what
+  Python needs, read-only, and a directory in memory, where the program starts: no data, keys, or other processes;
+  users, which makes the others possible without root, and leaves the program without any capability;
 * it dies with the process that started it;
 * limits of processor time, memory, file size, open files and processes;
-* a filter of system calls (seccomp): no new processes, only threads; no sockets, tracing, mounts, namespaces or keys. It is why fork bombs, and
-  programs that stay behind, are impossible also for root, whom the limit of processes does not bind. Nor is there any way to other processes of the
-  same user, whose numbers it could guess: no signals, also none for what happens to a file, no limits, priorities, processors or pages of theirs.
+* a filter of system calls (seccomp): no new processes, only threads; no sockets, tracing, mounts, namespaces or keys.
+  It makes fork bombs, and programs that stay behind, impossible for root, too, which the limit of processes does not
+  bind. Nor can it reach other processes of its user by guessing their numbers: no signals (also none for what happens
+  to a file), no limits, priorities, processors or pages of theirs.
 """
 
 import ctypes
@@ -37,20 +38,23 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CALLS = {
     "x86_64": {
-        "clone": 56, "fork": 57, "vfork": 58, "clone3": 435, "socket": 41, "ptrace": 101, "mount": 165, "umount2": 166, "unshare": 272,
-        "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "bpf": 321, "keyctl": 250, "add_key": 248, "request_key": 249,
-        "mount_setattr": 442, "io_uring_setup": 425, "pidfd_getfd": 438, "kill": 62, "tkill": 200, "tgkill": 234, "pidfd_send_signal": 424,
-        "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "setpriority": 141, "sched_setparam": 142, "sched_setscheduler": 144,
-        "sched_setaffinity": 203, "sched_setattr": 314, "ioprio_set": 251, "migrate_pages": 256, "move_pages": 279, "kcmp": 312,
-        "process_madvise": 440, "process_mrelease": 448, "perf_event_open": 298, "prlimit64": 302, "prctl": 157, "fcntl": 72, "ioctl": 16,
+        "clone": 56, "fork": 57, "vfork": 58, "clone3": 435, "socket": 41, "ptrace": 101, "mount": 165, "umount2": 166,
+        "unshare": 272, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "bpf": 321, "keyctl": 250,
+        "add_key": 248, "request_key": 249, "mount_setattr": 442, "io_uring_setup": 425, "pidfd_getfd": 438,
+        "kill": 62, "tkill": 200, "tgkill": 234, "pidfd_send_signal": 424, "rt_sigqueueinfo": 129,
+        "rt_tgsigqueueinfo": 297, "setpriority": 141, "sched_setparam": 142, "sched_setscheduler": 144,
+        "sched_setaffinity": 203, "sched_setattr": 314, "ioprio_set": 251, "migrate_pages": 256, "move_pages": 279,
+        "kcmp": 312, "process_madvise": 440, "process_mrelease": 448, "perf_event_open": 298, "prlimit64": 302,
+        "prctl": 157, "fcntl": 72, "ioctl": 16,
     },
     "aarch64": {
-        "clone": 220, "clone3": 435, "socket": 198, "ptrace": 117, "mount": 40, "umount2": 39, "unshare": 97, "setns": 268,
-        "process_vm_readv": 270, "process_vm_writev": 271, "bpf": 280, "keyctl": 219, "add_key": 217, "request_key": 218, "mount_setattr": 442,
-        "io_uring_setup": 425, "pidfd_getfd": 438, "kill": 129, "tkill": 130, "tgkill": 131, "pidfd_send_signal": 424,
-        "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "setpriority": 140, "sched_setparam": 118, "sched_setscheduler": 119,
-        "sched_setaffinity": 122, "sched_setattr": 274, "ioprio_set": 30, "migrate_pages": 238, "move_pages": 239, "kcmp": 272,
-        "process_madvise": 440, "process_mrelease": 448, "perf_event_open": 241, "prlimit64": 261, "prctl": 167, "fcntl": 25, "ioctl": 29,
+        "clone": 220, "clone3": 435, "socket": 198, "ptrace": 117, "mount": 40, "umount2": 39, "unshare": 97,
+        "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271, "bpf": 280, "keyctl": 219, "add_key": 217,
+        "request_key": 218, "mount_setattr": 442, "io_uring_setup": 425, "pidfd_getfd": 438, "kill": 129, "tkill": 130,
+        "tgkill": 131, "pidfd_send_signal": 424, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "setpriority": 140,
+        "sched_setparam": 118, "sched_setscheduler": 119, "sched_setaffinity": 122, "sched_setattr": 274,
+        "ioprio_set": 30, "migrate_pages": 238, "move_pages": 239, "kcmp": 272, "process_madvise": 440,
+        "process_mrelease": 448, "perf_event_open": 241, "prlimit64": 261, "prctl": 167, "fcntl": 25, "ioctl": 29,
     },
 }  # fmt: skip
 # Of these the argument with that number decides: `True` refuses what is listed, `False` all else.
@@ -81,7 +85,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def enter_namespaces(directory: str, mib: int, python: "list[str]") -> None:
-    """Into namespaces of its own, in which `directory` has become the root, of `mib` MiB of memory, with the paths `python` in it."""
+    """Enter own namespaces, in which `directory` is the root, of `mib` MiB of memory, with the paths `python` in it."""
     uid, gid = os.getuid(), os.getgid()
     call("unshare", CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWIPC)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
@@ -100,7 +104,8 @@ def enter_namespaces(directory: str, mib: int, python: "list[str]") -> None:
 
 
 def show(path: str, root: str) -> None:
-    """Have a file or directory, read-only, or a symbolic link at the same place below `root`; nothing where there is none, or it is there already."""
+    """Show a file or directory, read-only, or a symbolic link at the same place below `root`; do nothing where there is
+    none, or it is there already."""
     target = root + path
     if not os.path.exists(path) or os.path.lexists(target):
         return
@@ -129,7 +134,7 @@ def set_limits(settings: "dict[str, int]") -> None:
         most = settings[name]
         hard = resource.getrlimit(getattr(resource, name))[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard - (name == "RLIMIT_CPU"))
-        # At the first limit of processor time comes a signal, which the program may ignore; at the second one it is killed.
+        # At the first limit of processor time comes a signal, which the program may ignore; the second one kills it.
         resource.setrlimit(getattr(resource, name), (most, most + 1 if name == "RLIMIT_CPU" else most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

@@ -1,7 +1,7 @@
-"""Whether two mathematical answers are equal, asked of judges in processes of their own: the worker's loop never waits for sympy.
+"""Ask judges in processes of their own whether two mathematical answers are equal: the worker never waits for sympy.
 
-Each thread of a small pool has one judge (`judge_process`). One that exceeds its time or its memory dies, its question is answered with "not
-equal", and the next question starts another.
+Each thread of a small pool has one judge (`judge_process`). One that exceeds its time or its memory dies, its question
+is answered with "not equal", and the next question starts another.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ _judges = threading.local()
 
 
 async def equal(truth: str, answer: str, seconds: float = SECONDS) -> bool:
-    """Whether a mathematician would take `answer` for `truth`, both in LaTeX. False where it cannot be told within `seconds` of processor time."""
+    """Return whether a mathematician would take `answer` for `truth`, both in LaTeX; False where `seconds` of processor
+    time do not decide it."""
     if plain(truth) == plain(answer):
         return True
     if len(answer) > LONGEST:

@@ -1,8 +1,8 @@
 """A judge of its own process: `python -m benchmark_tasks.judge_process SECONDS MIB`.
 
-A line of JSON `[truth, answer]` in, `1` or `0` out, until its input ends. math-verify hands answers to sympy, which may compute for ages, or
-ask for all memory, over a few characters such as 9^{9^{9^9}}: the timer kills this process whatever it is doing then, and the limit bounds its memory. The timer counts processor time: how busy the machine is does not
-decide what is right.
+Reads lines of JSON `[truth, answer]` and writes `1` or `0` until its input ends. math-verify hands answers to sympy,
+which may compute for ages, or ask for all memory, over a few characters such as 9^{9^{9^9}}: the timer kills this
+process whatever it does, the limit bounds its memory. The timer counts processor time: load does not decide answers.
 """
 
 import contextlib

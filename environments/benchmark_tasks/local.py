@@ -1,4 +1,4 @@
-"""How a problem is put to a model: one conversation, in this process. verifiers' defaults are a shell in a remote sandbox."""
+"""How a model gets a problem: one conversation, in this process. verifiers' default is a shell in a remote sandbox."""
 
 import verifiers.v1 as vf
 

@@ -1,6 +1,7 @@
 """Rows of a benchmark, from the hub or from a local copy, and what must be true of them.
 
-Local files are read here, so that an error names the file and the line. `datasets` is imported for the hub and for saved datasets only.
+Local files are read here, so that an error names the file and the line. `datasets` is imported only for the hub and for
+saved datasets.
 """
 
 import csv
@@ -63,7 +64,8 @@ class Rows:
             before = found.setdefault(str(row[column]), number)
             if before != number:
                 raise DataError(
-                    f"{self.where}: rows {before} and {number} have the same {column} {str(row[column])!r}; leave one of them out"
+                    f"{self.where}: rows {before} and {number} have the same {column} {str(row[column])!r}; leave one "
+                    "of them out"
                 )
         return list(found)
 
@@ -73,7 +75,7 @@ def _content_hash(row: Row, columns: Sequence[str]) -> str:
 
 
 def read(data: str, split: str | None, subsets: Sequence[str | None], default_split: str) -> Rows:
-    """The rows of a .jsonl, .json, .parquet or .csv file, a directory of them, a saved dataset, or a dataset of the hub.
+    """Return the rows of a .jsonl, .json, .parquet or .csv file, a directory of them, or a saved or hub's dataset.
 
     Args:
         data: A path, or the hub's name of a dataset.
@@ -187,13 +189,14 @@ def ask_hub(name: str, get: Callable[[], T]) -> T:
         why = one_line(error)
         gated = "gated" in why.lower() or "401" in why or "403" in why
         token = (
-            " Its owners ask for consent: accept the terms on its page and put a token into HF_TOKEN, which the environment's `secrets` has to name."
+            " Its owners ask for consent: accept the terms on its page and put a token into HF_TOKEN, which the "
+            "environment's `secrets` has to name."
             if gated
             else ""
         )
         raise DataError(
-            f'dataset {name!r} could not be had from the hub: {why}.{token} Or give a local copy: data = "path/to/file.jsonl" '
-            "(or .parquet, .csv, a saved dataset)"
+            f"dataset {name!r} could not be had from the hub: {why}.{token} Or give a local copy: "
+            'data = "path/to/file.jsonl" (or .parquet, .csv, a saved dataset)'
         ) from error
 
 

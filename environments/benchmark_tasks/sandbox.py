@@ -59,7 +59,7 @@ def run(program: str, given: str, limits: Limits, unsafe: bool = False) -> Run:
     """Run Python source with `given` as its standard input, until it ends or is ended.
 
     Args:
-        unsafe: Without namespaces: it has the network, may read and write what this user may, and see other processes' variables.
+        unsafe: Without namespaces: with the network, the files and rights of this user, and other processes' variables.
 
     Raises:
         SandboxError: the isolation cannot be had.
@@ -157,8 +157,9 @@ def check() -> None:
         ran = run("print(2 + 2)", "", Limits(seconds=60.0))
     except SandboxError as error:
         raise SandboxError(
-            f"{error}. It takes Linux 5.12, user namespaces (sysctl user.max_user_namespaces, and in containers a profile that permits "
-            "unshare and mount) and seccomp; or run what models write unprotected, with the argument unsafe = true"
+            f"{error}. It takes Linux 5.12, user namespaces (sysctl user.max_user_namespaces, and in containers a "
+            "profile that permits unshare and mount) and seccomp; or run what models write unprotected, with the "
+            "argument unsafe = true"
         ) from error
     if ran.output != "4\n":
         raise SandboxError(f"the sandbox does not work: it ended with {ran.ended}, {ran.message or ran.output}")

@@ -14,7 +14,7 @@ BOXED = r"Please reason step by step, and put your final answer within \boxed{}.
 
 
 class BenchmarkConfig(vf.TasksetConfig):
-    """Which tasks of a benchmark, and what is said before them. verifiers' own `system_prompt` names a file that replaces `instructions`."""
+    """Tasks of a benchmark and their instructions. verifiers' own `system_prompt` (a file) replaces `instructions`."""
 
     data: str = Field(
         description="The hub's name of the dataset, or a path: .jsonl, .json, .parquet, .csv, a directory."

@@ -1,4 +1,4 @@
-"""Exact arithmetic on expressions from a model: no names, no calls, and bounds on everything that costs time. Standard library only."""
+"""Exact arithmetic on a model's expressions: no names, no calls, bounds on what costs time. Standard library only."""
 
 import ast
 import re

@@ -33,7 +33,7 @@ class Template:
     Args:
         text: With {a}, {b}, … in place of numbers.
         expression: What is asked for, in the same letters.
-        ranges: From and to, both included, of each letter in turn. The ranges of all kinds are such that every answer makes sense
+        ranges: From and to, both included, of each letter in turn. With the ranges of all kinds all answers make sense
             (no negative number of loaves).
     """
 
@@ -157,7 +157,7 @@ def parse(reply: str) -> Fraction | None:
 
 
 def problems(split: Split, n: int, seed: int = 0) -> list[Problem]:
-    """`n` distinct problems of `split` in an order that depends on `seed` alone; the first ones of a longer list are the shorter list.
+    """Return `n` distinct problems of `split`; their order depends on `seed` alone, a shorter list begins a longer one.
 
     Raises ValueError when more are asked for than `MAX_PROBLEMS`.
     """
@@ -175,7 +175,7 @@ def problems(split: Split, n: int, seed: int = 0) -> list[Problem]:
 
 
 def _draws(seed: int) -> Iterator[Problem]:
-    """Endless problems from a hash chain: the `random` module does not promise the same choices in every Python version."""
+    """Yield problems forever from a hash chain: `random` does not promise the same choices in every Python version."""
     index = 0
     while True:
         template = TEMPLATES[_draw(f"{seed}/{index}/template") % len(TEMPLATES)]

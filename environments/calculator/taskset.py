@@ -31,7 +31,7 @@ class CalculatorTask(vf.Task[CalculatorData]):
 
     @vf.metric
     async def refused_expressions(self, trace: vf.Trace) -> float:
-        """Well-formed calls with an expression that has no value. The harness counts calls, and those that were malformed."""
+        """Count well-formed calls whose expression has no value. The harness counts calls, and malformed ones."""
         return float(sum(str(message.content).startswith(REFUSED) for message in trace.tool_messages))
 
 

@@ -1,7 +1,7 @@
 """deepscaler: competition problems (AIME, AMC, Omni-MATH, STILL), as a verifiers (v1) environment package.
 
-agentica-org/DeepScaleR-Preview-Dataset, split `train` (some 40,000): `problem, answer, solution`, after the dataset's card. Problems are in it more
-than once; those with the same answer, too, are one task.
+agentica-org/DeepScaleR-Preview-Dataset, split `train` (some 40,000): `problem, answer, solution`, after the dataset's
+card. Problems are in it more than once; those with the same answer, too, are one task.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """gpqa: graduate-level questions with four options, as a verifiers (v1) environment package.
 
-Idavidrein/gpqa, subsets `gpqa_diamond` (198), `gpqa_main` (448) and `gpqa_extended` (546), split `train`: among many columns `Record ID, Question,
-Correct Answer, Incorrect Answer 1` to `3` and `High-level domain`, after its .csv files (Rein et al., 2023). Its owners ask for consent: the hub
-wants a token.
+Idavidrein/gpqa, subsets `gpqa_diamond` (198), `gpqa_main` (448) and `gpqa_extended` (546), split `train`: among many
+columns `Record ID, Question, Correct Answer, Incorrect Answer 1` to `3` and `High-level domain`, after its .csv files
+(Rein et al., 2023). Its owners ask for consent: the hub wants a token.
 """
 
 import hashlib
@@ -74,7 +74,8 @@ def _data(id: str, row: Row, instructions: str) -> GpqaData:
 
 
 def letter(reply: str, options: list[str]) -> str | None:
-    """The letter that a reply chooses: in its last box, as a letter or as the text of an option, else in a last line such as "Answer: C"."""
+    """Return the letter that a reply chooses: in its last box, as a letter or as an option's text, else in a last line
+    such as "Answer: C"."""
     boxed = boxed_answer(reply)
     if boxed is None:
         last = _LAST_LINE.search(after_thinking(reply).rstrip())

@@ -1,7 +1,7 @@
 """gsm8k: grade-school word problems, as a verifiers (v1) environment package.
 
-openai/gsm8k, subset `main`, splits `train` (7473) and `test` (1319): `question, answer`, the answer being a worked solution whose last line is
-`#### 42`, after the dataset's card (Cobbe et al., 2021).
+openai/gsm8k, subset `main`, splits `train` (7473) and `test` (1319): `question, answer`, the answer being a worked
+solution whose last line is `#### 42`, after the dataset's card (Cobbe et al., 2021).
 """
 
 from collections.abc import Iterator

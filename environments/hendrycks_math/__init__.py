@@ -1,8 +1,9 @@
 r"""hendrycks-math: the MATH dataset (Hendrycks et al., 2021), as a verifiers (v1) environment package.
 
-EleutherAI/hendrycks_math, seven subsets (`algebra`, …), splits `train` (7500) and `test` (5000): `problem, level` (such as "Level 5"), `type,
-solution`, the answer being in the last `\boxed{}` of the solution, after the dataset's card. Data in genesys' format is read too, such as
-justus27/math-hendrycks-genesys-format, which the package of this name on PRIME's hub reads; it has no levels and types to choose by.
+EleutherAI/hendrycks_math, seven subsets (`algebra`, …), splits `train` (7500) and `test` (5000): `problem, level` (such
+as "Level 5"), `type, solution`, with the answer in the last `\boxed{}` of the solution, after the dataset's card. Data
+in genesys' format is read too, such as justus27/math-hendrycks-genesys-format, which the package of this name on
+PRIME's hub reads; it has no levels and types to choose by.
 """
 
 from collections.abc import Iterator

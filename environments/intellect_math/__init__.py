@@ -1,7 +1,7 @@
 """intellect-math: the mathematical problems that INTELLECT-2 was trained on, as a verifiers (v1) environment package.
 
-PrimeIntellect/INTELLECT-2-only-math, split `train`, in genesys' format (see `benchmark_tasks.genesys`), with solve rates of models, such as
-`solve_rate_qwen_r1_distill_7b`, to choose problems by how hard they are, as PRIME-RL's own configs of that run do.
+PrimeIntellect/INTELLECT-2-only-math, split `train`, in genesys' format (see `benchmark_tasks.genesys`), with models'
+solve rates, such as
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""The rules of Kuhn poker (Kuhn 1950): three cards, two players, one chip of ante each, one bet of one chip. Standard library only.
+"""The rules of Kuhn poker (Kuhn 1950): three cards, two players, ante and one bet of one chip. Standard library only.
 
-A history is a string of actions, `p` (pass: check, or fold to a bet) and `b` (bet, or call one). It ends as pp, pbp, pbb, bp or bb.
-Position 0 acts first.
+A history is a string of actions, `p` (pass: check, or fold to a bet) and `b` (bet, or call one). It ends as pp, pbp,
+pbb, bp or bb. Position 0 acts first.
 """
 
 import itertools
@@ -18,8 +18,9 @@ LOST_BY_ILLEGAL_MOVE = 2
 _MOVE = re.compile(rf"{OPEN_TAG}\s*([A-Za-z]+)\s*{CLOSE_TAG}")
 
 RULES = (
-    "Two players each ante 1 chip and get one card of J < Q < K. Check or bet 1 chip; a bet can be called or folded to. "
-    f"At a showdown the higher card wins the pot. Answer {OPEN_TAG}word{CLOSE_TAG} with a legal word; another loses {LOST_BY_ILLEGAL_MOVE} chips."
+    "Two players each ante 1 chip and get one card of J < Q < K. Check or bet 1 chip; a bet can be called or folded "
+    f"to. At a showdown the higher card wins the pot. Answer {OPEN_TAG}word{CLOSE_TAG} with a legal word; another "
+    f"loses {LOST_BY_ILLEGAL_MOVE} chips."
 )
 
 
@@ -92,7 +93,7 @@ class Outcome:
 
 
 def play(deal: Deal, replies: tuple[list[str], list[str]]) -> Outcome:
-    """The game that these replies are, those of player 1 and those of player 2. A player who does not answer has made an illegal move."""
+    """Return the game of these replies of player 1 and player 2. Not to answer is an illegal move."""
     history, spoken = "", [iter(replies[0]), iter(replies[1])]
     while not is_over(history):
         player = deal.player(to_act(history))

@@ -1,4 +1,4 @@
-"""The kuhn-poker taskset and environment: a task is a deal, an episode is a game of two agents, each rewarded with its own chips."""
+"""The kuhn-poker taskset and environment: a task is a deal, an episode a game; each of two agents gets its chips."""
 
 import contextlib
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ class KuhnPokerEnvConfig(vf.EnvConfig):
 
 class KuhnPokerEnv(vf.Env[KuhnPokerEnvConfig]):
     async def run(self, task: KuhnPokerTask, agents: vf.Agents) -> None:
-        """Each player is a conversation of its own, opened at its first turn: one that never had to move has nothing to learn from."""
+        """Open each player's own conversation at its first turn: one that never had to move has nothing to learn."""
         deal, history = task.data.deal, ""
         async with contextlib.AsyncExitStack() as table:
             chats: dict[int, vf.Interaction] = {}

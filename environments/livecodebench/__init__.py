@@ -1,8 +1,9 @@
 """livecodebench: problems of programming contests, as a verifiers (v1) environment package.
 
-livecodebench/code_generation_lite, files `test.jsonl` to `test6.jsonl`, one a release: `question_title, question_content, platform, question_id,
-contest_id, contest_date, starter_code, difficulty` (easy, medium, hard), `public_test_cases, private_test_cases, metadata` (with `func_name` where a function
-is asked for), after the dataset's card and loader (Jain et al., 2024). What a model writes runs in `benchmark_tasks.sandbox`.
+livecodebench/code_generation_lite, files `test.jsonl` to `test6.jsonl`, one a release: `question_title,
+question_content, platform, question_id, contest_id, contest_date, starter_code, difficulty` (easy, medium, hard),
+`public_test_cases, private_test_cases, metadata` (with `func_name` where a function is asked for), after the dataset's
+card and loader (Jain et al., 2024). What a model writes runs in `benchmark_tasks.sandbox`.
 """
 
 import asyncio
@@ -27,8 +28,9 @@ from livecodebench.tests import passes
 __all__ = ["LiveCodeBenchTaskset", "LocalEnv"]
 
 INSTRUCTIONS = (
-    "You are an expert Python programmer. Solve the problem with a correct and fast Python program. Reason first, then give the whole program in "
-    "one code block that begins with ```python and ends with ```; the last block of your reply counts."
+    "You are an expert Python programmer. Solve the problem with a correct and fast Python program. Reason first, then "
+    "give the whole program in one code block that begins with ```python and ends with ```; the last block of your "
+    "reply counts."
 )
 READS = "The program reads its input from standard input and writes its answer to standard output."
 COMPLETES = "Complete this code, and keep its names:\n\n```python\n{starter}\n```"
@@ -54,7 +56,7 @@ class LiveCodeBenchConfig(BenchmarkConfig):
     instructions: str = Field(default=INSTRUCTIONS, description='System prompt ("": none).')
     unsafe: bool = Field(
         default=False,
-        description="Run what models write without isolation: with the network, and with all that this user may read and write.",
+        description="Run what models write without isolation: with the network, and all this user may read and write.",
     )
 
     @model_validator(mode="after")
@@ -112,7 +114,8 @@ class LiveCodeBenchTaskset(vf.Taskset[CodeTask, LiveCodeBenchConfig]):
             where = problem.where
             data = CodeData(
                 id=f"livecodebench/{problem.id}", prompt=prompt(problem), system_prompt=config.instructions or None,
-                function=problem.function, public=where.public, private=where.private, file=where.file, offset=where.offset,
+                function=problem.function, public=where.public, private=where.private,
+                file=where.file, offset=where.offset,
             )  # fmt: skip
             yield CodeTask(data, config.task)
 

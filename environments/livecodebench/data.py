@@ -1,4 +1,4 @@
-"""Problems of LiveCodeBench. The hidden tests of a release are gigabytes: of JSON lines they stay in the file until a reply is judged."""
+"""Problems of LiveCodeBench. A release's hidden tests are gigabytes: those in JSON lines stay there until needed."""
 
 import json
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ class CodeProblem:
 
 
 def read_problems(data: str, subset: str | None, split: str | None) -> list[CodeProblem]:
-    """The problems of a release of the hub's dataset, or of a local copy: .jsonl files, or anything else that `read` reads.
+    """Read the problems of a release of the hub's dataset, or of a local copy: .jsonl files, or what `read` reads.
 
     Raises:
         DataError: it is not there or cannot be read, a column is missing, or two problems have the same id.

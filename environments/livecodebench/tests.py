@@ -1,7 +1,8 @@
 """The hidden and the shown tests of a problem, as the dataset stores them, and whether a program passes one.
 
-`public_test_cases` is JSON: `[{"input", "output", "testtype": "stdin" | "functional"}, …]`. `private_test_cases` is that, or base64 of zlib of a pickled
-string of that. A pickle may run code when it is read; ours yields a string or is refused.
+`public_test_cases` is JSON: `[{"input", "output", "testtype": "stdin" | "functional"}, …]`. `private_test_cases` is
+that, or base64 of zlib of a pickled string of that. A pickle may run code when it is read; ours yields a string or is
+refused.
 """
 
 import base64
@@ -116,7 +117,7 @@ def _cases(text: str, where: str, column: str) -> Iterator[Test]:
 
 
 def passes(program: str, test: Test, function: str, limits: Limits, unsafe: bool) -> bool:
-    """Whether the program, or its function of that name, gives what the test expects. What it expects is never where the program runs."""
+    """Return whether the program, or its function of that name, gives what the test expects (never shown to it)."""
     calls = test.kind == FUNCTIONAL
     source = CALL.format(prelude=PRELUDE, program=program, name=function) if calls else program
     ran = run(source, test.given, limits, unsafe)

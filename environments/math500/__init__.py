@@ -1,7 +1,7 @@
 """math500: 500 problems of the MATH test set, as a verifiers (v1) environment package.
 
-HuggingFaceH4/MATH-500, split `test`: `problem, solution, answer, subject, level` (1 to 5) and `unique_id` (such as test/algebra/1.json), after the
-dataset's card. Chosen in "Let's Verify Step by Step" (Lightman et al., 2023).
+HuggingFaceH4/MATH-500, split `test`: `problem, solution, answer, subject, level` (1 to 5) and `unique_id` (such as
+test/algebra/1.json), after the dataset's card. Chosen in "Let's Verify Step by Step" (Lightman et al., 2023).
 """
 
 from collections.abc import Iterator

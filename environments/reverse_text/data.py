@@ -20,26 +20,26 @@ WORDS: tuple[str, ...] = tuple(
     biscuit black blanket blue board boat body bone book boot borrow bottle bowl box brain branch brave bread breeze
     brick bridge bright bring broom brother brown brush bucket build bulb butter button cabin cable cake calm camel
     camera camp candle canyon captain card carpet carrot castle cat cave chair chalk cheese cherry chest child circle
-    city class clay clean clear clever climb clock cloth cloud clover coast coat coffee coin cold color comet cook copper
-    coral corn cotton count country cousin cover crab cradle crane cream creek crisp crow crown cube cup curtain dance
-    danger daring dark dawn day deep deer desert desk dinner dish doctor dog dolphin door dragon dream dress drift drum
-    duck dust eagle early earth east easy echo edge egg elbow elm empty engine evening every falcon family farm fast
-    father feather fence fern field finger fire fish flag flame flat float flour flower flute fog forest fork fountain
-    fox fresh friend frog frost fruit garden garlic gate gentle giant ginger glad glass globe glove goat gold good goose
-    grain grape grass gravel green grey guitar hammer hand happy harbor hat hawk hazel heart heavy hedge hill hold honey
-    hook horse house hungry ice inch ink iron island ivory jacket jar jelly jewel join journey juice jump jungle just
-    kettle key kind king kitchen kite kitten knee ladder lake lamp lantern large laugh lawn leaf lemon letter light lily
-    lime linen lion list little lizard lobster long loud lucky lunch magnet maple marble march market meadow medal melon
-    metal middle milk mill mint mirror monkey moon morning moss mother mountain mouse music nail narrow near needle nest
-    never new night noble noon north notebook nurse oak oat ocean olive onion open orange orchard otter oven owl page
-    paint palace panda paper parrot path peach pearl pencil pepper piano picnic pillow pine planet plum pocket poem polar
-    pond potato pretty proud pumpkin purple puzzle quick quiet quilt rabbit radio rain raven ready red ribbon rice river
-    road robin rocket roof root rope rose round sail salt sand school season seed shadow sharp sheep shell ship shore
-    silver simple sister sky sleep slow small smile smoke snail snow soap soft song soup south spider spoon spring square
-    star steam stone storm story straw stream street strong sugar summer sun swan sweet table tall tea thunder tiger
-    timber toast tomato tower town train travel tree tulip turtle uncle under valley velvet village violin voice wagon
-    walk walnut warm water wave west wheat whale wheel white wide willow wind window winter wise wolf wonder wood wool
-    yard yellow young zebra
+    city class clay clean clear clever climb clock cloth cloud clover coast coat coffee coin cold color comet cook
+    copper coral corn cotton count country cousin cover crab cradle crane cream creek crisp crow crown cube cup curtain
+    dance danger daring dark dawn day deep deer desert desk dinner dish doctor dog dolphin door dragon dream dress
+    drift drum duck dust eagle early earth east easy echo edge egg elbow elm empty engine evening every falcon family
+    farm fast father feather fence fern field finger fire fish flag flame flat float flour flower flute fog forest fork
+    fountain fox fresh friend frog frost fruit garden garlic gate gentle giant ginger glad glass globe glove goat gold
+    good goose grain grape grass gravel green grey guitar hammer hand happy harbor hat hawk hazel heart heavy hedge
+    hill hold honey hook horse house hungry ice inch ink iron island ivory jacket jar jelly jewel join journey juice
+    jump jungle just kettle key kind king kitchen kite kitten knee ladder lake lamp lantern large laugh lawn leaf lemon
+    letter light lily lime linen lion list little lizard lobster long loud lucky lunch magnet maple marble march market
+    meadow medal melon metal middle milk mill mint mirror monkey moon morning moss mother mountain mouse music nail
+    narrow near needle nest never new night noble noon north notebook nurse oak oat ocean olive onion open orange
+    orchard otter oven owl page paint palace panda paper parrot path peach pearl pencil pepper piano picnic pillow pine
+    planet plum pocket poem polar pond potato pretty proud pumpkin purple puzzle quick quiet quilt rabbit radio rain
+    raven ready red ribbon rice river road robin rocket roof root rope rose round sail salt sand school season seed
+    shadow sharp sheep shell ship shore silver simple sister sky sleep slow small smile smoke snail snow soap soft song
+    soup south spider spoon spring square star steam stone storm story straw stream street strong sugar summer sun swan
+    sweet table tall tea thunder tiger timber toast tomato tower town train travel tree tulip turtle uncle under valley
+    velvet village violin voice wagon walk walnut warm water wave west wheat whale wheel white wide willow wind window
+    winter wise wolf wonder wood wool yard yellow young zebra
     """.split()  # noqa: SIM905
 )
 
@@ -74,7 +74,7 @@ def texts(split: Split, n: int, seed: int = 0, min_words: int = 1, max_words: in
 
 
 def _draws(seed: int, min_words: int, max_words: int) -> Iterator[str]:
-    """Endless texts from a hash chain: the `random` module does not promise the same choices in every Python version."""
+    """Yield texts forever from a hash chain: `random` does not promise the same choices in every Python version."""
     index = 0
     while True:
         count = min_words + _draw(seed, index, "count") % (max_words - min_words + 1)

@@ -1,7 +1,7 @@
-"""simple-math: sums, differences and products made here, as a verifiers (v1) environment package. No dataset, no download.
+"""simple-math: sums, differences and products made here, as a verifiers (v1) environment package. Needs no download.
 
-For a first run of a mathematical environment, and for models too small for real problems. A problem is in the training or the held-out split by its
-own hash, so that no seed mixes them.
+For a first run of a mathematical environment, and for models too small for real problems. A problem's own hash puts it
+in the training or the held-out split, so that no seed mixes them.
 """
 
 import hashlib
@@ -66,7 +66,8 @@ def expressions(config: SimpleMathConfig) -> list[str]:
             found.setdefault(expression)
     if len(found) < config.num_tasks:
         raise ValueError(
-            f"num_tasks {config.num_tasks}, and only {len(found)} {config.split} problems were found: raise largest or terms"
+            f"num_tasks {config.num_tasks}, and only {len(found)} {config.split} problems were found: raise largest or "
+            "terms"
         )
     return list(found)
 

@@ -66,7 +66,8 @@ def split_of(word: str) -> Split:
 
 
 def words(split: Split, n: int | None = None, seed: int = 0) -> list[str]:
-    """`n` distinct words of `split` (None: all) in an order that depends on `seed` alone. Raises ValueError when there are not that many."""
+    """Return `n` distinct words of `split` (None: all) in an order that depends on `seed` alone. Raises ValueError if
+    there are fewer."""
     if split not in ("train", "eval"):
         raise ValueError(f"split must be 'train' or 'eval', not {split!r}")
     found = sorted((word for word in WORDS if split_of(word) == split), key=lambda word: _draw(f"{seed}/{word}"))

@@ -12,8 +12,8 @@ OPEN_TAG, CLOSE_TAG = "<guess>", "</guess>"
 _GUESS = re.compile(rf"{OPEN_TAG}\s*([A-Za-z]{{{LENGTH}}})\s*{CLOSE_TAG}")
 
 RULES = (
-    f"Guess a secret English word of {LENGTH} letters. Write each guess as {OPEN_TAG}word{CLOSE_TAG}. Every letter gets a mark: "
-    f"{RIGHT} right place, {PRESENT} in the word but elsewhere, {ABSENT} not in the word."
+    f"Guess a secret English word of {LENGTH} letters. Write each guess as {OPEN_TAG}word{CLOSE_TAG}. Every letter "
+    f"gets a mark: {RIGHT} right place, {PRESENT} in the word but elsewhere, {ABSENT} not in the word."
 )
 
 
@@ -24,7 +24,7 @@ def parse(reply: str) -> str | None:
 
 
 def marks(secret: str, guess: str) -> str:
-    """A mark for each letter of the guess. A letter is marked no more often than the secret has it: right places first, then from the left."""
+    """Mark each letter of the guess, no letter more often than the secret has it: right places first, then the left."""
     spare = Counter(letter for letter, guessed in zip(secret, guess, strict=True) if letter != guessed)
     found = []
     for letter, guessed in zip(secret, guess, strict=True):
@@ -61,7 +61,7 @@ class Game:
 
     @property
     def partial(self) -> float:
-        """How near the last well-formed guess is, in [0, 1]: a letter in its place counts 1/5, one elsewhere 1/10. 1 where solved."""
+        """How near the last well-formed guess is, in [0, 1]: a letter in its place 1/5, elsewhere 1/10; 1: solved."""
         last = next((guess for guess in reversed(self.guesses) if guess is not None), None)
         if last is None:
             return 0.0
@@ -70,7 +70,7 @@ class Game:
 
     @property
     def speed(self) -> float:
-        """Share of the replies that were not needed, the solving one counted as not: 1 at the first, 1/limit at the last, 0 unsolved."""
+        """Share of replies not needed, the solving one included: 1 at the first, 1/limit at the last, 0 unsolved."""
         return (self.limit - len(self.guesses) + 1) / self.limit if self.solved else 0.0
 
     @property

@@ -1,6 +1,6 @@
-"""Games of Kuhn poker between two players who move at random, as messages, one player's side a line: for the form of a move, not for good play.
+"""Kuhn poker of two players who move at random, as messages, one player's side a line: for the form, not for the play.
 
-uv run python examples/self_play/demonstrations.py [--games 1000] [--seed 0] [--output outputs/self-play-sft/demonstrations.jsonl]
+uv run python examples/self_play/demonstrations.py [--games 1000] [--seed 0] [--output OUTPUT.jsonl]
 """
 
 import argparse

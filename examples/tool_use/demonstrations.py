@@ -1,6 +1,6 @@
 """Problems solved with the tool, to imitate: messages with a tool call, and the tool's definition, one problem a line.
 
-uv run python examples/tool_use/demonstrations.py [--problems 2000] [--seed 0] [--output outputs/tool-use-sft/demonstrations.jsonl]
+uv run python examples/tool_use/demonstrations.py [--problems 2000] [--seed 0] [--output OUTPUT.jsonl]
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Games of Wordle to imitate, as messages, one game a line.
 
-    uv run python examples/wordle/demonstrations.py [--games 2000] [--seed 0] [--output outputs/wordle-sft/demonstrations.jsonl]
+    uv run python examples/wordle/demonstrations.py [--games 2000] [--seed 0] [--output OUTPUT.jsonl]
 
-The player guesses training words that fit all marks so far, drawn from a hash: the file is the same everywhere. Held-out words are neither
-secrets nor guesses.
+The player guesses training words that fit all marks so far, drawn from a hash: the file is the same everywhere.
+Held-out words are neither secrets nor guesses.
 """
 
 import argparse
