@@ -1,11 +1,12 @@
-"""Does it learn? Every algorithm and every loss on a problem small enough to be solved exactly, and what stale samples do to them.
+"""Does it learn? Every algorithm and loss on a problem small enough to be solved exactly, and effects of stale samples.
 
-    python benchmarks/bandit.py             measures (two and a half minutes of one core), then writes tables and figures
-    python benchmarks/bandit.py --table     tables and figures alone, from results/bandit.json
+    python benchmarks/bandit.py            measures (two and a half minutes of one core), then writes tables and figures
+    python benchmarks/bandit.py --table    tables and figures alone, from results/bandit.json
 
-The problem: a reply has up to four tokens, digits and a stop. Each task wants three digits said, and a stop. There are 781 replies, so that the
-expected reward of a policy is a sum over all of them: no figure here is an estimate from samples. What is learned from are samples, by the real
-code: `advantages`, `streams_of`, `document`, `collate`, `normalize` and `make_loss`. Only the model is another one, a table of logits.
+The problem: a reply has up to four tokens, digits and a stop. Each task wants three digits said, and a stop. There are
+781 replies, so the expected reward of a policy is a sum over all of them, not an estimate from samples. Learning is
+from samples, by the real code: `advantages`, `streams_of`, `document`, `collate`, `normalize` and `make_loss`. Only the
+model is another one, a table of logits.
 """
 
 import argparse
@@ -116,7 +117,7 @@ LOSSES: dict[str, LossConfig] = {
 }
 
 
-# -- the problem -------------------------------------------------------------------------------------------------------------
+# -- the problem -------------------------------------------------------------------------------------------------------
 
 
 def _replies() -> list[tuple[int, ...]]:
@@ -144,7 +145,8 @@ _SAID = torch.tensor([[place < len(reply) for place in range(LONGEST)] for reply
 
 
 def fresh_policy(memory: bool) -> Tensor:
-    """Logits of the uniform policy, [tasks, positions, tokens before, tokens] in float64; without memory both in the middle are 1."""
+    """Return logits of the uniform policy, [tasks, positions, tokens before, tokens] in float64; without memory both in
+    the middle are 1."""
     return torch.zeros(len(WANTED), *((LONGEST, STOP + 1) if memory else (1, 1)), STOP + 1, dtype=torch.float64)
 
 
@@ -185,13 +187,13 @@ def teacher() -> Tensor:
     return ascend(True, TAUGHT)
 
 
-# -- learning ----------------------------------------------------------------------------------------------------------------
+# -- learning ----------------------------------------------------------------------------------------------------------
 
 
 def sample_batch(
     logits: Tensor, algorithm: AlgorithmConfig, state: Mapping[str, Any], draw: np.random.Generator
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """One group for each task, sampled from the policy `logits` or from the teacher, and the algorithm's state after it."""
+    """Sample one group for each task from the policy `logits` or the teacher; return the algorithm's state, too."""
     logprobs = reply_logprobs(teacher() if algorithm.component == "ce" else logits)
     shares, sampled = logprobs.sum(-1).exp().numpy(), logprobs.numpy()
     scores = reply_logprobs(teacher()).numpy() if algorithm.component == "ref_kl" else None
@@ -219,7 +221,8 @@ def _sample(
     algorithm: AlgorithmConfig,
     advantage: float,
 ) -> Sample | None:
-    """What the orchestrator makes of a reply, None of one without signal. The prompt is one token, which names the task; nothing predicts it."""
+    """Make what the orchestrator makes of a reply, None without signal. The prompt is one token, which names the task;
+    nothing predicts it."""
     ids, mask = [STOP + 1 + task, *reply], np.arange(len(reply) + 1) > 0
     sequence = SampleTokens(
         array("i", ids), bytes(mask), array("f", [0.0, *logprobs[: len(reply)]]), 1, reward(reply, task)
@@ -272,7 +275,7 @@ def learn(setting: Setting, algorithm: AlgorithmConfig, loss: LossConfig, seed: 
     return [expected_reward(version).item() for version in versions]
 
 
-# -- measuring ---------------------------------------------------------------------------------------------------------------
+# -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 def measure(setting: Setting, algorithm: AlgorithmConfig, loss: LossConfig, world: World) -> dict[str, Any]:

@@ -48,16 +48,19 @@ def _text(found: Found) -> str:
     on = f"{machine['date']}, {machine['cores']} cores of an {machine['cpu']}, torch {machine['packages']['torch']}"
     return "\n\n".join(
         [
-            f"{found['tasks']} tasks, {found['replies']} replies, {found['attempts']} attempts at each task a step, {found['seeds']} seeds. The "
-            f"uniform policy, which all start from, has {start:.3f}; the best possible is {best['with memory']:.3f} with memory and "
-            f"{best['without memory']:.3f} without; the teacher of `opd` and `sft` has {found['teacher']:.3f}. Measured: {on}.",
-            f"**Learning**: {_setting(learning['setting'])}. Expected reward after the last step: mean over seeds, and the worst of them.",
+            f"{found['tasks']} tasks, {found['replies']} replies, {found['attempts']} attempts at each task a step, "
+            f"{found['seeds']} seeds. The uniform policy, which all start from, has {start:.3f}; the best possible is "
+            f"{best['with memory']:.3f} with memory and {best['without memory']:.3f} without; the teacher of `opd` and "
+            f"`sft` has {found['teacher']:.3f}. Measured: {on}.",
+            f"**Learning**: {_setting(learning['setting'])}. Expected reward after the last step: mean over seeds, and "
+            "the worst of them.",
             markdown(_learning_table("algorithm (default loss)", learning["algorithms"])),
             "![expected reward by step, for each algorithm](../figures/bandit_algorithms.svg)",
             markdown(_learning_table("loss (grpo advantages)", learning["losses"])),
             "![expected reward by step, for each loss](../figures/bandit_losses.svg)",
-            f"**Stale samples**: {'; or '.join(_setting(one['setting']) for one in found['stale'].values())}. Mean expected reward of the last "
-            f"{found['settled steps']} versions: mean over seeds (worst – best). Bold: every seed ends above every seed of the uncorrected loss.",
+            f"**Stale samples**: {'; or '.join(_setting(one['setting']) for one in found['stale'].values())}. Mean "
+            f"expected reward of the last {found['settled steps']} versions: mean over seeds (worst – best). Bold: "
+            "every seed ends above every seed of the uncorrected loss.",
             markdown(_stale_table(found["stale"])),
             "![expected reward by step with stale samples](../figures/bandit_stale.svg)",
             "The same for other async levels and learning rates, SGD:",
@@ -69,8 +72,8 @@ def _text(found: Found) -> str:
 def _setting(setting: Found) -> str:
     memory = "with" if setting["memory"] else "without"
     return (
-        f"a policy {memory} memory, async level {setting['level']}, {setting['optimizer']} at learning rate {setting['lr']:g}, "
-        f"{setting['steps']} steps"
+        f"a policy {memory} memory, async level {setting['level']}, {setting['optimizer']} at learning rate "
+        f"{setting['lr']:g}, {setting['steps']} steps"
     )
 
 

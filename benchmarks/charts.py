@@ -25,7 +25,7 @@ COLOURS = (
 
 @dataclass(frozen=True)
 class Line:
-    """A curve, with a band from `low` to `high` around it. A `dashed` one is grey: what the others are compared with."""
+    """A curve with a band from `low` to `high`. A `dashed` one is grey: what the others are compared with."""
 
     label: str
     x: Sequence[float]
@@ -37,7 +37,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines over the same axes, which `y` = (from, to, distance of ticks) gives. At most as many lines as there are `COLOURS`, dashed ones apart."""
+    """Lines over the same axes, `y` = (from, to, distance of ticks). At most one solid line for each of `COLOURS`."""
 
     title: str
     lines: Sequence[Line]
@@ -50,7 +50,8 @@ def write_chart(path: Path, panels: Sequence[Panel], x_label: str, y_label: str)
     rows = max(ceil(len(panel.lines) / 2) for panel in panels)
     size = f"{each * len(panels)} {TOP + HEIGHT + AXIS + LEGEND_LINE * rows + 6}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" width="{each * len(panels)}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" width="{each * len(panels)}" '
+        'font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
     ]
     for place, panel in enumerate(panels):
@@ -94,7 +95,8 @@ def _line(line: Line, colour: str, point: Callable[[float, float], str], number:
     x, y = WIDTH / 2 * (number % 2), HEIGHT + AXIS + LEGEND_LINE * (number // 2) + 6
     return [
         f'<polygon points="{" ".join(point(*one) for one in around)}" fill="{colour}" fill-opacity="0.1"/>',
-        f'<polyline points="{" ".join(point(*one) for one in curve)}" fill="none" stroke="{colour}" stroke-width="1.8"{dash}/>',
+        f'<polyline points="{" ".join(point(*one) for one in curve)}" fill="none" stroke="{colour}" '
+        f'stroke-width="1.8"{dash}/>',
         f'<path d="M{x} {y - 4}h24" stroke="{colour}" stroke-width="2.5"{dash}/>',
         f'<text x="{x + 30}" y="{y}">{escape(line.label)}</text>',
     ]

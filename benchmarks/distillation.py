@@ -1,9 +1,9 @@
-"""What a teacher is worth: the policy learns from a better model alone, and its reward on held-out tasks, which nobody told it, rises.
+"""What a teacher is worth: the policy learns from a better model alone, and its reward on held-out tasks rises.
 
     uv run --group cpu python benchmarks/distillation.py [--steps 15] [--json benchmarks/results/distillation_cpu.json]
 
-The teacher is made first, by the headline run (examples/reverse_text/cpu.toml), and served; then one run of each example of examples/algorithms
-that needs one. About eight minutes on two cores.
+The teacher is made first, by the headline run (examples/reverse_text/cpu.toml), and served; then one run of each
+example of examples/algorithms that needs one. About eight minutes on two cores.
 """
 
 import argparse

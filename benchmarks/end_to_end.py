@@ -1,9 +1,9 @@
 """Whole runs of `rl` with default options: how soon it trains, how fast it samples, where the time of a step goes.
 
     uv run --group cpu python benchmarks/end_to_end.py cpu --json benchmarks/results/end_to_end.json
-    python benchmarks/end_to_end.py shared-128 shared-512 two-512 --json benchmarks/results/end_to_end.json     # one GPU; `two-…`: two
-    python benchmarks/end_to_end.py shared-128 two-512 --dry-run --layers 1                                     # that the settings fit, no GPU
-    python benchmarks/end_to_end.py --tables                                                                    # of results/, into README.md
+    python benchmarks/end_to_end.py shared-128 shared-512 two-512 --json benchmarks/results/end_to_end.json  # GPUs
+    python benchmarks/end_to_end.py shared-128 two-512 --dry-run --layers 1      # check the settings, no GPU
+    python benchmarks/end_to_end.py --tables                                     # from results/ into README.md
 
 | case | |
 |---|---|
@@ -12,7 +12,8 @@
 | `shared-512` | the same, 256 rollouts of 512 tokens |
 | `two-128`, `two-512` | the same two, one GPU serves and one trains |
 
-`peers/trl_grpo.py` gives TRL the same work and adds its row to the same file; `peers/vllm_serve.py` adds how long `vllm serve` alone takes to answer. Settings of `rl` may follow `--`.
+`peers/trl_grpo.py` gives TRL the same work and adds its row to the same file; `peers/vllm_serve.py` adds how long `vllm
+serve` alone takes to answer. Settings of `rl` may follow `--`. `two-…` takes two GPUs.
 """
 
 import argparse
@@ -112,7 +113,7 @@ def measure(case: str, arguments: argparse.Namespace, scratch: Path) -> dict[str
 
 
 def summarize(output_dir: Path, began: float, ended: float) -> dict[str, Any]:
-    """What the metrics of a run say. Seconds are of the steps after the first five and before the last two, where enough are left."""
+    """Return what a run's metrics say. Seconds are of the steps after the first five, before the last two, if any."""
     whole = {name: read_metrics(metrics_path(output_dir, name)) for name in ("orchestrator", "trainer")}
     orchestrator, trainer = ([row for row in rows if "time/step" in row] for rows in whole.values())
     most = len(trainer)
@@ -188,7 +189,10 @@ def store(path: Path, rows: dict[str, dict[str, Any]]) -> None:
 
 def show(rows: dict[str, dict[str, Any]]) -> str:
     """The tables: whole runs, and where a step's time goes."""
-    lines = ["| run | first step trained after | step, median (slowest) | sampled tokens/s | of TRL | reward, first 5 → last 5 steps | limited by | on |"]  # fmt: skip
+    lines = [
+        "| run | first step trained after | step, median (slowest) | sampled tokens/s | of TRL | "
+        "reward, first 5 → last 5 steps | limited by | on |"
+    ]
     lines.append("|---|---|---|---|---|---|---|---|")
     for name, row in rows.items():
         machine = row["machine"]
@@ -239,7 +243,11 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each run")
     parser.add_argument("--note", default="", help="what else is to be known of the rows")
     parser.add_argument("--dry-run", action="store_true", help="only validate the settings and print the plans")
-    parser.add_argument("--tables", action="store_true", help="write those of results/end_to_end.json into README.md, and measure nothing")  # fmt: skip
+    parser.add_argument(
+        "--tables",
+        action="store_true",
+        help="write those of results/end_to_end.json into README.md, and measure nothing",
+    )
     parser.add_argument("--json", type=Path)
     ours, _, more = " ".join(map(shlex.quote, sys.argv[1:])).partition(" -- ")
     arguments = parser.parse_args(shlex.split(ours))

@@ -1,10 +1,11 @@
-"""FlashAttention 4 beside the trainer's attention kernels: milliseconds and TFLOP/s, forward and backward, of 16k packed tokens.
+"""FlashAttention 4 beside the trainer's attention kernels: ms and TFLOP/s, forward and backward, of 16k packed tokens.
 
     PYTHONPATH=src python benchmarks/flash_attention.py OUT.json [--seconds 400] [--only NAME,…]
 
-Every kernel is measured in a process of its own, so that one that cannot be imported, fails or hangs costs its own rows only. `package` is
-flash-attn-4 called through its public function, the others are the trainer's backends, `flash_attention_4` among them. "first" is the first call
-of a shape, compilation included. Backward counts 2.5 times the forward's FLOP; only pairs of a token and an earlier one of its document count.
+Every kernel is measured in a process of its own, so that one that cannot be imported, fails or hangs costs only its own
+rows. `package` is flash-attn-4 called through its public function, the others are the trainer's backends (one is
+`flash_attention_4`). "first" is a shape's first call, compiled. Backward counts 2.5 times the forward's FLOP; only
+pairs of a token and an earlier one of its document count.
 """
 
 import argparse
@@ -90,7 +91,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             print(f"{row['kernel']}: {row['reason']}")
         elif "error" in row:
             print(
-                f"{row['kernel']}: import {row['import_s']:.1f} s; relative errors {row['error']} (out, dq, dk, dv) with {row['versions']}"
+                f"{row['kernel']}: import {row['import_s']:.1f} s; relative errors {row['error']} (out, dq, dk, dv) "
+                f"with {row['versions']}"
             )
         else:
             both = row["forward_ms"] + row["backward_ms"]

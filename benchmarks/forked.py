@@ -1,7 +1,8 @@
-"""Jobs in forked processes, each with its own time limit: what fails, hangs or runs out of memory takes no other job with it.
+"""Run jobs in forked processes with time limits: one that fails, hangs or runs out of memory takes no other with it.
 
-Imports are paid once, by the process that forks; it must not touch the GPU itself, since CUDA does not survive a fork. Where an import did
-(transformers imports torchao if it is there, and that asks the GPU what it is), jobs are spawned and import for themselves.
+Imports are paid once, by the process that forks; it must not touch the GPU itself, since CUDA does not survive a fork.
+Where an import did (transformers imports torchao if installed, which asks for the GPU), jobs are spawned and import for
+themselves.
 """
 
 import multiprocessing
@@ -34,7 +35,7 @@ class Outcome:
 
 
 def run_forked(job: Callable[[], Any], *, limit: float, log: Path, ranks: int = 1) -> Outcome:
-    """Run `job` in `ranks` processes, with the variables that torchrun would set where there are several. Their output goes to the end of `log`.
+    """Run `job` in `ranks` processes, with torchrun's variables if there are several. Output is appended to `log`.
 
     Args:
         job: It and its value must pickle. Rank 0's counts.

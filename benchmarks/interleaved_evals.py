@@ -1,8 +1,9 @@
-"""What evaluations between steps cost a run: the time that training takes longer, against what such an evaluation takes while nothing else runs.
+"""What evaluations between steps cost a run: how much longer training takes, against an evaluation that runs alone.
 
-    uv run --group cpu python benchmarks/interleaved_evals.py [--pairs 2] [--json benchmarks/results/interleaved_evals.json]
+    uv run --group cpu python benchmarks/interleaved_evals.py [--pairs 2] [--json FILE]
 
-Two runs a pair: one evaluates the base model alone, before its first step, the other every few steps as well. Both make the same steps.
+Two runs a pair: one evaluates only the base model, before its first step, the other every few steps as well. Both make
+the same steps.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
     python benchmarks/ledger.py --output benchmarks/results/ledger.json
 
-512 episodes of 2048 tokens a step (1792 of them sampled), in groups of 8, as they come decoded from the workers' wire. `--flushes` is how often the
-ledger is written while a step is collected (the orchestrator does so once a second), besides before and after the batch is renamed into place.
+512 episodes of 2048 tokens a step (1792 of them sampled), in groups of 8, as they come decoded from the workers' wire.
+`--flushes` is how often the ledger is written while a step is collected (the orchestrator does so once a second),
+besides before and after the batch is renamed into place.
 Files lie under `--directory`, which must be on the disk that runs are kept on.
 """
 

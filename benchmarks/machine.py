@@ -44,7 +44,7 @@ def describe_gpus() -> list[str]:
 
 
 def tree_pss_bytes(root: int) -> int:
-    """Proportional set size of a process and all its descendants: shared pages are divided among those who share them."""
+    """Return the proportional set size of a process and its descendants: shared pages are divided among their users."""
     return sum(_pss(pid) for pid in descendants(root))
 
 

@@ -1,14 +1,18 @@
 """What an episode costs the orchestrator, and whether its event loop stays free with ten thousand in flight.
 
-    uv run --group cpu python benchmarks/orchestrator_load.py --json benchmarks/results/orchestrator_load.json    # five minutes
+    uv run --group cpu python benchmarks/orchestrator_load.py --json FILE    # five minutes
 
-The real orchestrator process with its ledger, batches and real worker processes of a plain-Python environment (`plain_reply.py`), one turn an
-episode; only the engine is scripted. The orchestrator has the first core, engine and workers the others. No trainer: sampling runs ahead.
+The real orchestrator process with its ledger, batches and real worker processes of a plain-Python environment
+(`plain_reply.py`), one turn an episode; only the engine is scripted. The orchestrator has the first core, engine and
+workers the others. No trainer: sampling runs ahead.
 
-* `throughput`: the engine answers at once. Processor time of the orchestrator's process (all its threads) per episode, from the first batch to the last.
-* `in flight`: a reply takes `--shortest` to `--longest` seconds, so that `--in-flight` episodes wait at any time. How late the event loop is, from when it starts
-  to fill to when fewer are left: of all moments, also those within a stall, as something that becomes due then would find it.
-* `verifiers`: single-turn episodes a second of one worker of a verifiers environment (reverse-text, in-process harness), as `env_worker.py` has it.
+* `throughput`: the engine answers at once. Processor time of the orchestrator's process (all its threads) per episode,
+  from the first batch to the last.
+* `in flight`: a reply takes `--shortest` to `--longest` seconds, so that `--in-flight` episodes wait at any time. How
+  late the event loop is, from when it starts to fill to when fewer are left: over all moments, also within a stall, as
+  a timer due at that moment would see it.
+* `verifiers`: single-turn episodes a second of one worker of a verifiers environment (reverse-text, in-process
+  harness), as `env_worker.py` has it.
 """
 
 import argparse
@@ -87,7 +91,7 @@ class LoopLag:
 
 
 def run_orchestrator(options: argparse.Namespace) -> None:
-    """The orchestrator's own process, and in its loop a task that watches it. What it saw goes to `lag.json` at the end."""
+    """Run the orchestrator in this process, with a task in its loop that watches it and writes `lag.json` at last."""
     from prime_rl.entrypoints import orchestrator
     from prime_rl.orchestrator import orchestrator as loop
 
@@ -149,7 +153,8 @@ class Run:
         lines = [
             f"output_dir = {json.dumps(str(directory))}",
             f"batch_size = {settings['batch']}\nrollouts_per_example = {GROUP}\nasync_level = {settings['steps'] - 1}",
-            f"max_off_policy_steps = {settings['steps']}\nmax_steps = {settings['steps']}\nseq_len = 256\nrollout_timeout = 600.0\nlogprob_check = false",
+            f"max_off_policy_steps = {settings['steps']}\nmax_steps = {settings['steps']}\nseq_len = 256\n"
+            "rollout_timeout = 600.0\nlogprob_check = false",
             f"max_concurrent = {settings['in_flight']}",
             f"model.name = {json.dumps(str(MODEL))}\nsampling.max_tokens = 32\nclient.base_url = {json.dumps(url)}",
             f'[environment]\nid = "plain-reply"\nadapter = "python"\nworkers = {options.workers}',
@@ -171,7 +176,8 @@ class Run:
             process.wait(timeout=60)
 
     def place(self) -> list[int]:
-        """Workers inherit the orchestrator's core: they get the others. Its own threads get real-time priority, if asked. Returns the workers' ids."""
+        """Move workers, which inherit the orchestrator's core, to the others; if asked, give its own threads real-time
+        priority. Return the workers' ids."""
         workers = [pid for pid in descendants(self.process.pid) if pid != self.process.pid]
         for pid in workers:
             for thread in _threads(pid):

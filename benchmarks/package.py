@@ -7,7 +7,7 @@ from prime_rl.inference.compat import PLUGIN, PLUGIN_GROUP
 
 
 def plugin_path(directory: Path) -> list[str]:
-    """What must be on PYTHONPATH for vLLM to find our routes: package metadata, made here where prime-rl is on the path but not installed."""
+    """Return what PYTHONPATH needs for vLLM to find our routes: package metadata, made here if none is installed."""
     if any(entry.name == PLUGIN for entry in entry_points(group=PLUGIN_GROUP)):
         return []
     print("prime-rl is not installed: making the package metadata by which vLLM finds its routes", flush=True)

@@ -1,7 +1,7 @@
 """Whether vLLM and the trainer compute the same, by `rl parity`, for a tiny random model of each of several families.
 
     uv run --group cpu python benchmarks/parity.py [--only TYPE]...    # a server for each: a minute or two a family
-    uv run --group cpu python benchmarks/parity.py --tables            # write the table in docs/guides/parity.md from the JSON
+    uv run --group cpu python benchmarks/parity.py --tables            # the table in docs/guides/parity.md from JSON
 
 Rows of families that are not measured again stay in `results/parity.json`.
 """

@@ -1,9 +1,10 @@
-"""Do batches follow one another? The real scheduler in a simulated world, against the shortest step that the world allows.
+"""Do batches follow one another? The real scheduler in a simulated world, against the shortest step possible there.
 
-    uv run --group cpu python benchmarks/pipeline.py --json benchmarks/results/pipeline.json      # about a minute, the same figures on any machine
+    uv run --group cpu python benchmarks/pipeline.py --json FILE      # a minute, the same figures on any machine
 
-The world, and how the shortest step is derived: `tests/support/pipeline.py`. Four ways to start episodes are compared: "early" starts all that the async level
-allows, "1 batch" and "1.25 batches" have no more in flight than that, "paced" is the scheduler as it is.
+The world, and how the shortest step is derived: `tests/support/pipeline.py`. Four ways to start episodes are compared:
+"early" starts all that the async level allows, "1 batch" and "1.25 batches" have no more in flight than that, "paced"
+is the scheduler as it is.
 """
 
 import argparse
@@ -45,7 +46,8 @@ def phase_lock() -> list[dict[str, Any]]:
 
 
 def grid(spread: float) -> list[dict[str, Any]]:
-    """The largest step over all training and sync times: divided by the shortest, or, for lengths that differ, by that of the best fixed limit."""
+    """Return the largest step over all training and sync times: divided by the shortest or, if lengths differ, by
+    that of the best fixed limit."""
     rows, batch = [], 32 if spread else 16
     for level, gradual, latency in itertools.product((1, 2) if spread else (0, 1, 2, 4), (False, True), LATENCIES):
         worst: dict[str, float] = {}

@@ -1,6 +1,6 @@
-"""The headline run on this machine, once per seed: does the reward rise, how long does it take, how much memory does it need.
+"""The headline run on this machine, by seed: does the reward rise, how long does it take, how much memory does it need.
 
-    uv run --group cpu python benchmarks/reverse_text_cpu.py [--seeds 0 1 2] [--output benchmarks/results/reverse_text_cpu.json]
+    uv run --group cpu python benchmarks/reverse_text_cpu.py [--seeds 0 1 2] [--output FILE]
 
 Memory is the proportional set size (PSS) of the whole process tree, sampled every half second: shared pages count once.
 """

@@ -20,8 +20,14 @@ def visible() -> list[str]:
     return given.split(",") if given else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def run_rl(settings: Mapping[str, Any], output_dir: Path, more: Sequence[str], seconds: float, gpus: Sequence[str] | None = None) -> None:  # fmt: skip
-    """`rl` with these settings and further arguments, on these GPUs. Ends this process with its last lines where it fails."""
+def run_rl(
+    settings: Mapping[str, Any],
+    output_dir: Path,
+    more: Sequence[str],
+    seconds: float,
+    gpus: Sequence[str] | None = None,
+) -> None:
+    """Run `rl` with these settings and further arguments, on these GPUs. Exit with its last lines if it fails."""
     command = [sys.executable, "-m", "prime_rl.entrypoints.rl", "--output-dir", str(output_dir)]
     for name, value in settings.items():
         command += [f"--{name}", str(value)]

@@ -1,13 +1,14 @@
-"""Rollouts through our stack against vLLM's own offline engine: the same model, prompts and lengths, as many requests in flight.
+"""Rollouts through our stack against vLLM's offline engine: the same model, prompts, lengths and requests in flight.
 
     python benchmarks/rollout.py --json benchmarks/results/rollout_h200.json          # one GPU, about six minutes
     python benchmarks/rollout.py --only ours --workers 4                              # one half alone (or: bare)
     python benchmarks/rollout.py --model tiny --device cpu --flight 8 --prompt 64 --reply 32 --batch 32
 
-Bare: `LLM.generate` with token prompts and `ignore_eos`. Ours: `inference`, an orchestrator with `--bench`, environment workers, an environment whose
-prompts have so many tokens and whose replies are as long (`min_tokens = max_tokens`). Both have the same model, the same limits of the engine, and as many
-attempts at each prompt. Beginning and end count on neither side: bare is the difference of a long and a short run, ours the second and third quarter of
-all tokens by the server's own counter. Log-probabilities are asked for on both sides; bare is measured without them, too. Random weights.
+Bare: `LLM.generate` with token prompts and `ignore_eos`. Ours: `inference`, an orchestrator with `--bench`, environment
+workers, an environment whose prompts have so many tokens and whose replies are as long (`min_tokens = max_tokens`).
+Both have the same model, engine limits and number of attempts at a prompt. Beginning and end count on neither side:
+bare is the difference of a long and a short run, ours the second and third quarter of all tokens by the server's own
+counter. Both sides return log-probabilities; bare is measured without them, too. Random weights.
 
 Runs where prime-rl is on PYTHONPATH without being installed, too. Ends all processes that it has started.
 """
@@ -161,7 +162,10 @@ def orchestrator_command(load: Load, arguments: argparse.Namespace, directory: P
 def table(measured: dict[str, Any], load: Load) -> list[list[str]]:
     """One line for each measurement."""
     lines = [["", "tokens/s", "of bare", "of bare without logprobs", "replies/s", "running", "preempted", "cores"]]
-    both = [measured.get("bare", {}).get(name, {}).get("tokens_per_second") for name in ("with logprobs", "without logprobs")]  # fmt: skip
+    both = [
+        measured.get("bare", {}).get(name, {}).get("tokens_per_second")
+        for name in ("with logprobs", "without logprobs")
+    ]
     for name, rate in (
         ("bare vLLM, log-probabilities of the sampled tokens", both[0]),
         ("bare vLLM, without log-probabilities", both[1]),
@@ -201,7 +205,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (128)")
     parser.add_argument("--reply", type=int, default=512, help="tokens of a reply (512)")
     parser.add_argument("--group", type=int, default=16, help="attempts at one prompt (16)")
-    parser.add_argument("--batch", type=int, default=1024, help=f"rollouts of a step, of which there are {ORCHESTRATOR_STEPS} (1024)")  # fmt: skip
+    parser.add_argument(
+        "--batch", type=int, default=1024, help=f"rollouts of a step, of which there are {ORCHESTRATOR_STEPS} (1024)"
+    )
     parser.add_argument("--workers", default="auto", help="environment workers (auto)")
     parser.add_argument("--port", type=int, default=8430)
     parser.add_argument(

@@ -2,7 +2,7 @@
 
     python benchmarks/rollout_bare.py LOAD.json RESULT.json
 
-Several times as many requests as may be in flight, and as many as may be in flight: the difference of the two is free of how a run begins and ends.
+Runs several times as many requests as may be in flight, and as many: their difference is free of beginning and end.
 """
 
 import json

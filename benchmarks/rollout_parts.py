@@ -1,4 +1,4 @@
-"""What both sides of `rollout.py` share: the model, the prompts, the processes, the rate between two points of a counter."""
+"""What both sides of `rollout.py` share: model, prompts, processes, and the rate between two points of a counter."""
 
 import json
 import os
@@ -205,7 +205,7 @@ class Watch:
             self.cpu.append(process_seconds(self.roots))
 
     def rates(self, total: float, first: float = 0.25, last: float = 0.75) -> dict[str, float]:
-        """Tokens a second between the moments at which `first` and `last` of all `total` tokens had been sampled, and what was used meanwhile."""
+        """Return tokens a second from `first` to `last` of all `total` sampled tokens, and what was used meanwhile."""
         base = self.tokens[0]
         begin, end = (self._when(base + share * total) for share in (first, last))
         inside = [i for i, moment in enumerate(self.seconds) if begin <= moment <= end]
@@ -234,7 +234,7 @@ class Watch:
 
 
 def process_seconds(roots: dict[str, int]) -> dict[str, float]:
-    """Processor seconds so far, by the name of the process: `orchestrator`, its `workers`; a server's processes by their own titles."""
+    """Return processor seconds so far by process: `orchestrator`, its `workers`, a server's processes by title."""
     used: dict[str, float] = {}
     for name, root in roots.items():
         for pid in descendants(root):

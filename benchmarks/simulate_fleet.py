@@ -1,17 +1,20 @@
-"""The orchestrator's core against a simulated fleet on a virtual clock: does it keep up as the fleet grows, and does the pipeline stay full?
+"""The orchestrator's core against a simulated fleet on a virtual clock: does it keep up, does the pipeline stay full?
 
-    uv run --group cpu python benchmarks/simulate_fleet.py --output benchmarks/results/simulate_fleet.json    # all rows, about seven minutes
+    uv run --group cpu python benchmarks/simulate_fleet.py --output FILE    # all rows, about seven minutes
     uv run --group cpu python benchmarks/simulate_fleet.py --replicas 10 --levels 0 1 --rate 100
 
-Fleets of `--replicas` at `--level`, and the smallest of them at each of `--levels`. Every replica has `--seats` seats; an episode takes one at once
-and samples `--rate` tokens a second. Replies are as long as rollouts are: lognormal, median 600 tokens, at most 4,096 (of a group of 16 the longest
-takes about a minute). A batch is half as many episodes as there are seats. The trainer takes as long for one as the full fleet takes to sample it, so
-that neither is the bottleneck by itself, and a new version stops all replicas for `--pause` seconds.
+Fleets of `--replicas` at `--level`, and the smallest of them at each of `--levels`. Every replica has `--seats` seats;
+an episode takes one at once and samples `--rate` tokens a second. Replies are as long as rollouts: lognormal, median
+600 tokens, at most 4,096 (of a group of 16 the longest takes about a minute). A batch is half as many episodes as there
+are seats. The trainer takes as long for one as the full fleet takes to sample it, so that neither is the bottleneck by
+itself, and a new version stops all replicas for `--pause` seconds.
 
-Real are the reading of what workers send, the scheduler with all its decisions and its account, the routing of episodes to servers, the samples and advantages of every batch with all their tokens, and the step's metrics:
-the code of an orchestrator that is asked after every landing what may start and whether a batch is complete. Not run are HTTP, environments, the event
-loop and the disk (`ledger.py`, `env_worker.py`). Processor time is that of the calls into this code, per simulated second, with the garbage
-collector's short looks in whichever part they interrupt. Its long one, every ten minutes, is a part of its own, measured at the end.
+Real are the reading of what workers send, the scheduler with its decisions and counts, the routing of episodes to
+servers, samples and advantages of every batch with all tokens, and the step's metrics: the code of an orchestrator
+that is asked after every episode what may start and whether a batch is complete. Not run are HTTP, environments, the
+event loop and the disk (`ledger.py`, `env_worker.py`). Processor time is that of calls into this code, per simulated
+second, with the garbage collector's short looks in whichever part they interrupt. Its long one, every ten minutes, is a
+part of its own, measured at the end.
 """
 
 import argparse
@@ -185,7 +188,7 @@ class Simulation:
             "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
 
-    # -- what happens --------------------------------------------------------------------------------------------------------
+    # -- what happens --------------------------------------------------------------------------------------------------
 
     def _count_event(self, event: Event) -> None:
         match event:
@@ -228,7 +231,8 @@ class Simulation:
             self.forgotten.remove(episode)
             return
         result = EpisodeResult(
-            episode, "simulated", "task", Outcome.OK, reward=float(self.draw.integers(2)), samples=[self.replies[length]],
+            episode, "simulated", "task", Outcome.OK, reward=float(self.draw.integers(2)),
+            samples=[self.replies[length]],
             num_turns=1,
         )  # fmt: skip
         frame = encode(Result(0, result))  # as a worker sends it: each episode has tokens of its own
@@ -256,7 +260,8 @@ class Simulation:
         while (batch := self.meter.of("batches", self.scheduler.ready_batch)) is not None:
             scored = self.meter.of("scoring", score_batch, batch, self.config, {"simulated": 1.0}, {})
             self.meter.of(
-                "metrics", step_metrics, batch, scored, self.tally, Counts(), seconds=1.0, updates=(self.fleet.pause, {}), several=False,
+                "metrics", step_metrics, batch, scored, self.tally, Counts(),
+                seconds=1.0, updates=(self.fleet.pause, {}), several=False,
             )  # fmt: skip
             self.tally = Tally()
             ages = [batch.step - finished.first for group in batch.groups for finished in group.finished]

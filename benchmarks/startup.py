@@ -2,8 +2,8 @@
 
     python benchmarks/startup.py [--repeat 5] [--json startup.json]
 
-Median wall time of fresh processes, Python's own start included, and median processor time, which a busy machine does not
-change much. A heavy module that gets imported on the way is listed: there must be none.
+Median wall time of fresh processes, Python's own start included, and median processor time, which a busy machine hardly
+changes. A heavy module that gets imported on the way is listed: there must be none.
 """
 
 import argparse

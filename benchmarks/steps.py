@@ -1,7 +1,7 @@
-"""Whole steps of the trainer on real shapes, with random weights and fake data: what a case is, and what one run of it gives.
+"""Whole steps of the trainer on real shapes with random weights and fake data: what a case is, what a run of it gives.
 
-From the next step's data to the committed version everything is the trainer's own code; here it is called in the order of the trainer's loop,
-with marks in between.
+From the next step's data to the committed version everything is the trainer's own code, here called in the order of the
+trainer's loop, with marks in between.
 """
 
 import copy
@@ -64,8 +64,8 @@ class Case:
 
     Args:
         model: 0.6B, 1.7B, 4B, 8B, 30B-A3B, Qwen3.5-0.8B, tiny or tiny-moe; random weights.
-        documents: Of a micro-batch: `16x4096` (number x tokens), or `lognormal:16384` (128 samples a step and rank with the
-            lengths of rollouts, in as many micro-batches of so many tokens as they need).
+        documents: Of a micro-batch: `16x4096` (number x tokens), or `lognormal:16384` (128 samples a step and rank, as
+            long as rollouts, in as many micro-batches of so many tokens as they need).
         loss: `rl` or `sft`.
         layers: The model's first layers alone.
         micro_batches: Per rank and step.
@@ -76,7 +76,7 @@ class Case:
         settings: Options of the trainer's `model` section; none is a user's run without any option.
         optim: Options of its `optim` section.
         objective: Options of its `loss` section (`loss.type=gspo`).
-        bar: Tokens per second per rank to reach; `mfu_bar` the same in per cent of the peak, `within` the GiB to stay in.
+        bar: Tokens per second per rank to reach; `mfu_bar` the same in per cent of the peak, `within` the GiB allowed.
         peer: What the peer reaches.
     """
 
@@ -116,7 +116,7 @@ _KINDS: dict[str, Any] = {
 
 
 def parse_case(text: str) -> Case:
-    """`MODEL DOCUMENTS [key=value …]`: keys of `Case`, `optim.key`, `loss.key`, or options of the trainer's `model` section."""
+    """Parse `MODEL DOCUMENTS [key=value …]`: keys of `Case`, `optim.key`, `loss.key`, or of the trainer's `model`."""
     model, documents, *rest = text.split()
     given: dict[str, Any] = {}
     settings: dict[str, object] = {}
@@ -207,7 +207,7 @@ class Recorder(Report):
 
 
 class Bench:
-    """The trainer of one case. Every rank makes one and calls the same; as a context it leaves the process group in the end."""
+    """The trainer of one case. Every rank makes one and calls the same; exiting its context ends the process group."""
 
     def __init__(self, case: Case, device: str, scratch: Path) -> None:
         log.setup("info", case.model)

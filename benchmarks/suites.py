@@ -20,7 +20,16 @@ BARS = (
     Case("Qwen3-0.6B, 64k packed from 4k documents", "0.6B", "16x4096", bar=97_000, steps=6),
     Case("Qwen3-0.6B, 16k packed from real RL lengths", "0.6B", "lognormal:16384", bar=95_000, steps=5),
     Case("Qwen3-0.6B, one 64k document", "0.6B", "1x65536", bar=19_900, peer=17_800, steps=3, warm=2),
-    Case("SFT Qwen3-0.6B, one 16k document", "0.6B", "1x16384", loss="sft", export=False, bar=53_000, peer=41_100, steps=10),
+    Case(
+        "SFT Qwen3-0.6B, one 16k document",
+        "0.6B",
+        "1x16384",
+        loss="sft",
+        export=False,
+        bar=53_000,
+        peer=41_100,
+        steps=10,
+    ),
     Case(
         "Qwen3-4B, one 16k document, ≤ 125 GiB",
         "4B",
@@ -78,8 +87,8 @@ TINY = (
     Case("tiny, SFT", "tiny", "2x64", loss="sft", export=False, steps=2, warm=2),
 )
 
-# What losses of whole sequences cost, which go through the head twice. The second clips nothing: where all tokens are clipped a step is faster, as
-# the products of zeros take less power.
+# What losses of whole sequences cost, which go through the head twice. The second clips nothing: a step in which all
+# tokens are clipped is faster, as the products of zeros take less power.
 LOSSES = tuple(
     parse_case(f"{shape} {loss}".strip())
     for shape in ("0.6B 1x16384 steps=10", "0.6B lognormal:16384 steps=8")

@@ -1,4 +1,4 @@
-"""Tables of what was measured on GPUs: as text for a terminal, and in `README.md` between markers, written from the JSON files alone."""
+"""Tables of GPU measurements, from the JSON files alone: as text for a terminal, and in `README.md` between markers."""
 
 import json
 import textwrap
@@ -207,9 +207,15 @@ def _sync_part() -> list[str]:
 
 
 _TITLES = {
-    "bars": "Bars on one H200: no option is set but the memory limit that a row names. Weights are exported after every step.",
+    "bars": (
+        "Bars on one H200: no option is set but the memory limit that a row names. "
+        "Weights are exported after every step."
+    ),
     "optim": "Other optimizers, and optimizer states in host memory.",
-    "ranks": "Several GPUs, each with two micro-batches a step; tokens/s and memory are per GPU. The bar is 1.9 times 1 rank for 2.",
+    "ranks": (
+        "Several GPUs, each with two micro-batches a step; tokens/s and memory are per GPU. "
+        "The bar is 1.9 times 1 rank for 2."
+    ),
 }
 
 

@@ -1,10 +1,10 @@
-"""Requests that keep an inference server busy, and when each of their tokens arrived. A process of its own, so that who measures disturbs nothing.
+"""Requests that keep an inference server busy, and when each of their tokens arrived, in a process of its own.
 
     python benchmarks/token_load.py URL MODEL --in-flight 64 --tokens 256 --into arrivals.npz < /dev/tty
 
-Runs until its standard input ends, or a line comes. Times are of the monotonic clock, which all processes of a machine share. Only a few requests
-are watched token by token: an answer for every token of every request is more than the server's process can give, which would be measured then. The
-others go by the route that rollouts are sampled by.
+Runs until its standard input ends, or a line comes. Times are of the monotonic clock, which all processes of a machine
+share. Only a few requests are watched token by token: an answer for every token of every request is more than the
+server's process can give, which would be measured then. The others go by the route that rollouts are sampled by.
 """
 
 import argparse
@@ -22,8 +22,8 @@ VOCABULARY = 250  # prompts are of these ids
 
 
 class Load:
-    """`in_flight` requests at a time, each followed by the next. `times[i]` is when stream `streams[i]`, one of the first `watched`, gave `counts[i]`
-    tokens."""
+    """`in_flight` requests at a time, each followed by the next. `times[i]` is when stream `streams[i]`, one of the
+    first `watched`, gave `counts[i]` tokens."""
 
     def __init__(self, url: str, model: str, tokens: int, watched: int) -> None:
         self.times, self.streams, self.counts = array("d"), array("i"), array("i")

@@ -1,13 +1,13 @@
-"""Speed and memory of the trainer: whole steps on real shapes with random weights and fake data, each case in a process of its own.
+"""Speed and memory of the trainer: whole steps on real shapes with random weights and fake data, a process for a case.
 
     python benchmarks/trainer.py --suite bars                                   # what is to be reached on one H200
     python benchmarks/trainer.py --suite optim | ranks | losses
-    python benchmarks/trainer.py --case "4B 1x16384 memory_limit=80" --case "0.6B 16x4096 activation_checkpointing=attention"
+    python benchmarks/trainer.py --case "4B 1x16384 memory_limit=80" --case "0.6B 16x4096 loss.type=gspo"
     python benchmarks/trainer.py --device cpu --suite tiny                      # no GPU
-    python benchmarks/trainer.py --table                                        # write README.md's tables again from the JSON files
+    python benchmarks/trainer.py --table                                        # README.md's tables from the JSON files
 
-Needs `src` on PYTHONPATH and the trainer's packages, no network and no files. Figures go to `results/trainer_h200.json` (`--json`): rows that were
-measured before and are not measured now are kept. What the processes print goes to `--log`.
+Needs `src` on PYTHONPATH and the trainer's packages, no network and no files. Figures go to `results/trainer_h200.json`
+(`--json`): rows that are not measured again are kept. What the processes print goes to `--log`.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def replace_rows(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]
 
 
 def roomy(case: Case) -> Path:
-    """Where versions are exported to: memory if three fit, as on a node that also serves, else the temporary directory."""
+    """Return where versions go: to memory if three fit, as on a node that also serves, else the temporary directory."""
     if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 3.2 * model_bytes(case):
         return _MEMORY
     return Path(tempfile.gettempdir())

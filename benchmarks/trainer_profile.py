@@ -1,8 +1,9 @@
-"""Where the time of a trainer step goes: GPU time per group of kernels, what overlaps, what is idle, and what the host waited for.
+"""Where a trainer step's time goes: GPU time per group of kernels, overlap, idle time, and what the host waited for.
 
     python benchmarks/trainer_profile.py --case "0.6B 1x16384" --case "4B 1x16384 memory_limit=80" --json profile.json
 
-Cases are written as for `trainer.py`. The profiler is attached for two steps after the warm-up, which costs them a little; figures are per step.
+Cases are written as for `trainer.py`. The profiler is attached for two steps after the warm-up, which costs them a
+little; figures are per step.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from steps import Bench, Case, parse_case
 Span = tuple[float, float, str]
 """Start and end in microseconds, and the name of a kernel or copy."""
 
-# The first group of which a part occurs in the kernel's name, in lower case. What inductor fused has `triton_` in front and is pointwise.
+# The first group of which a part is in the kernel's name, in lower case. Inductor's have `triton_` in front: pointwise.
 GROUPS = {
     "pointwise": ("triton_",),
     "nccl": ("nccl",),
@@ -46,8 +47,9 @@ def group_of(name: str) -> str:
 
 
 def breakdown(kernels: Sequence[Span], steps: int) -> dict[str, Any]:
-    """Milliseconds and kernels per step and group. `alone` credits every instant to one group only, the first that runs then, in the order of
-    `GROUPS` but with communication and copies last: with idle they add up to the span. What is still being exported at the end is left out."""
+    """Return milliseconds and kernels per step and group. `alone` credits every instant to one group, the first that
+    runs then, in the order of `GROUPS` but with communication and copies last: with idle they add up to the span. What
+    is still being exported at the end is left out."""
     last = max(end for _, end, name in kernels if group_of(name) != "copies")
     seen = [(start, min(end, last), group_of(name)) for start, end, name in kernels if start < last]
     first = min(start for start, _, _ in seen)
@@ -127,7 +129,8 @@ def show(name: str, row: dict[str, Any]) -> str:
     waits = ", ".join(f"{wait} {count:g}" for wait, count in row["host_waits"].items()) or "none"
     lines = [
         f"{name} ({row['chosen']})",
-        f"  {row['span_ms']:.1f} ms a step, {row['idle_ms']:.1f} of it idle, {row['kernels']:.0f} kernels; host waits: {waits}",
+        f"  {row['span_ms']:.1f} ms a step, {row['idle_ms']:.1f} of it idle, {row['kernels']:.0f} kernels; host "
+        f"waits: {waits}",
     ]
     lines += [f"  {'':<24}{'ms':>10}{'alone':>10}{'kernels':>9}"]
     for group, part in sorted(row["groups"].items(), key=lambda item: -item[1]["ms"]):

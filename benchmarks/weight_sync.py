@@ -1,10 +1,11 @@
-"""How long it takes from an optimizer step until the new weights are served, in parts, and for how long no token is generated meanwhile.
+"""How long new weights take from the optimizer step until served, in parts, and how long no token is generated then.
 
     python benchmarks/weight_sync.py --case tiny --case "0.6B layers=1" --json benchmarks/results/weight_sync_cpu.json
-    python benchmarks/weight_sync.py --device cuda --case "0.6B on=memory" --case "0.6B on=memory tp=2" --json weight_sync.json     # one GPU or two
+    python benchmarks/weight_sync.py --device cuda --case "0.6B on=memory" --case "0.6B on=memory tp=2"    # 1 or 2 GPUs
 
-A real `inference` server generates for 64 requests at a time, of which 4 are watched token by token, while this process changes a policy's weights, commits them as the trainer does, and
-has the server load them. Needs vLLM (0.31 or 0.26) and no network; `prime_rl` may be on PYTHONPATH only.
+A real `inference` server generates for 64 requests at a time, of which 4 are watched token by token, while this process
+changes a policy's weights, commits them as the trainer does, and has the server load them. Needs vLLM (0.31 or 0.26)
+and no network; `prime_rl` may be on PYTHONPATH only.
 """
 
 import argparse
@@ -53,7 +54,7 @@ AFTER_SECONDS = 1.0  # after each, in which the first tokens of the new weights 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: `0.6B layers=4 on=disk in_flight=64 syncs=5`. `on` is disk, or memory: from the trainer's, not by files."""
+    """One row: `0.6B layers=4 on=disk in_flight=64 syncs=5`. `on`: disk, or memory (from the trainer, not by files)."""
 
     name: str
     model: str
@@ -92,7 +93,7 @@ class Arrivals:
     counts: np.ndarray
 
     def gap(self, first: float, last: float) -> tuple[float, float]:
-        """The longest time without a token that lies between `first` and `last` at least in part: its length, and when it ended."""
+        """Return the length and the end of the longest time without a token that overlaps `first` … `last`."""
         ends = np.flatnonzero((self.times[1:] > first) & (self.times[:-1] < last)) + 1
         if not len(ends):
             return float("nan"), float("nan")
@@ -154,7 +155,7 @@ class Writer:
         return time.monotonic()
 
     def publish(self, version: int) -> dict[str, float]:
-        """As the trainer does, and wait for it. Returns the seconds of its parts: copy, write or checksum, hash, commit."""
+        """Publish as the trainer does, and wait. Return seconds of its parts: copy, write or checksum, hash, commit."""
         assert self._publisher is not None
         self._publisher.publish(version)
         self._publisher.settle()

@@ -1,10 +1,11 @@
-"""What it costs to know what a server serves, and how far a right server is off: hashes, the answer to "what do you serve?", and the fixed prompt.
+"""The cost of knowing what a server serves, and how far a right server is off: hashes, its answer, the fixed prompt.
 
     python benchmarks/what_is_served.py --model 4B --json benchmarks/results/what_is_served_h200.json
     python benchmarks/what_is_served.py --model tiny --device cpu --dtype bfloat16                      # no GPU
 
-A model with random weights, its last norm scaled so that distributions are as sharp as a trained model's, is the base; a second version is it with noise. Both are scored by the trainer and
-committed; a server loads them as a run would have it do. Needs vLLM (0.31 or 0.26) and no network.
+A model with random weights, its last norm scaled so that distributions are as sharp as a trained model's, is the base;
+a second version is it with noise. Both are scored by the trainer and committed; a server loads them as in a run. Needs
+vLLM (0.31 or 0.26) and no network.
 """
 
 import argparse
@@ -67,7 +68,7 @@ def write_model(directory: Path, model: str, layers: int | None, sharpness: floa
 
 
 def write_versions(model: Path, root: Path, device: str, drift: float) -> dict[str, float]:
-    """Commit versions 0 and 1 with their fixed prompts scored. Returns seconds of scoring: until the host is free again, and until it is done."""
+    """Commit versions 0 and 1 with their fixed prompts scored. Return seconds until the host is free, and in all."""
     world = init_world(device, 600)
     source = find_model(str(model))
     policy = build_policy(source, TrainerModel(), world)

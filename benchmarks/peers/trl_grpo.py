@@ -1,13 +1,14 @@
 """TRL's GRPOTrainer with vLLM in its process on one GPU, on the work of `end_to_end.py`'s cases with random weights.
 
-    python benchmarks/end_to_end.py shared-128 --model-dir /tmp/model --json results.json                         # writes the model
-    python benchmarks/peers/trl_grpo.py shared-128 --model-dir /tmp/model --json results.json                     # TRL 1.16 and vLLM are installed
-    uv run --no-sync --with trl==1.16.0 python benchmarks/peers/trl_grpo.py shared-128 --model-dir assets/tiny-reverse \\
-      --device cpu --rollouts 16 --tokens 8 --steps 2                                                            # that it runs; no vLLM
+    python benchmarks/end_to_end.py shared-128 --model-dir /tmp/model --json results.json        # writes the model
+    python benchmarks/peers/trl_grpo.py shared-128 --model-dir /tmp/model --json results.json    # TRL 1.16 and vLLM
+    uv run --no-sync --with trl==1.16.0 python benchmarks/peers/trl_grpo.py shared-128 \\
+      --model-dir assets/tiny-reverse --device cpu --rollouts 16 --tokens 8 --steps 2            # that it runs; no vLLM
 
-The same model files, prompts, reward, rollouts, groups and tokens; AdamW on float32 masters, bfloat16 compute, one optimizer step a batch, no KL
-term. TRL is not changed. Its variants differ in what TRL leaves to the user: activation checkpointing and the size of a micro-batch. Each is a process
-of its own; the row that counts is the fastest one's (`end_to_end.py --tables` divides by it).
+The same model files, prompts, reward, rollouts, groups and tokens; AdamW on float32 masters, bfloat16 compute, one
+optimizer step a batch, no KL term. TRL is not changed. Its variants differ in what TRL leaves to the user: activation
+checkpointing and the size of a micro-batch. Each is a process of its own; the row that counts is the fastest one's
+(`end_to_end.py --tables` divides by it).
 """
 
 import argparse
@@ -36,7 +37,12 @@ VARIANTS = {
     "off-16": (False, 16),  # what fits at 512 tokens
     "on-32": (True, 32),
 }  # checkpointing, rollouts of a micro-batch
-OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 def prompts() -> Any:

@@ -1,9 +1,9 @@
 """How long `vllm serve` alone takes to answer: what a run of `rl` on the same model is compared with.
 
-    python benchmarks/peers/vllm_serve.py --model-dir /tmp/model --json results.json      # a GPU, vLLM installed; run it beside `end_to_end.py`
+    python benchmarks/peers/vllm_serve.py --model-dir /tmp/model --json results.json   # a GPU and vLLM
 
-The same model, length limit and share of the GPU as one of `rl`'s servers has in case `shared-128`. Every cache (torch.compile, Triton, vLLM) is an
-empty directory, so the start is a cold one.
+The same model, length limit and share of the GPU as one of `rl`'s servers has in case `shared-128`; run it beside
+`end_to_end.py`. Every cache (torch.compile, Triton, vLLM) is an empty directory, so the start is a cold one.
 """
 
 import argparse
@@ -24,7 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 from end_to_end import store
 from machine import describe_gpus, describe_machine
 
-CACHES = ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")  # fmt: skip
+CACHES = (
+    "XDG_CACHE_HOME",
+    "VLLM_CACHE_ROOT",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "FLASHINFER_WORKSPACE_BASE",
+)
 
 
 def main() -> None:
@@ -38,7 +44,15 @@ def main() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="prime-rl-vllm-serve-") as caches:
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(options.model_dir), "--port", str(port)]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.cli.main",
+            "serve",
+            str(options.model_dir),
+            "--port",
+            str(port),
+        ]
         command += ["--max-model-len", "1024", "--gpu-memory-utilization", str(options.gpu_memory)]
         environment = {**os.environ, **{name: f"{caches}/{name.lower()}" for name in CACHES}}
         began = time.monotonic()
@@ -53,7 +67,11 @@ def main() -> None:
             with suppress(ProcessLookupError):
                 os.killpg(server.pid, 9)
             server.wait()
-    row = {"bare_server_of": "shared-128", "until_ready": seconds, "machine": describe_machine() | {"gpus": describe_gpus()}}  # fmt: skip
+    row = {
+        "bare_server_of": "shared-128",
+        "until_ready": seconds,
+        "machine": describe_machine() | {"gpus": describe_gpus()},
+    }
     print(json.dumps(row))
     if options.json:
         store(options.json, {"shared-128, vllm serve": row})
