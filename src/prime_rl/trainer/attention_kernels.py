@@ -29,6 +29,8 @@ from prime_rl.trainer.source import one_line
 Grads = tuple[Tensor, Tensor, Tensor]
 Operator = Callable[..., tuple[Tensor, Tensor]]
 
+CUDNN_LSE_BYTES = 1 << 29  # what rounding may let the padded statistics of one cuDNN backward pass grow to
+
 
 class Mask(NamedTuple):
     """Who attends to whom, and how scores are scaled. `window` is None where it would hide nothing."""
@@ -227,6 +229,65 @@ def _varlen_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     return grads[0], grads[1], grads[2]
 
 
+# cuDNN makes a plan for every number of documents, longest length and, backward, number of tokens (to the next 64), and
+# keeps 128 of them. It counts a window with the token itself.
+
+
+def cudnn_plan(documents: int, longest: int, tokens: int, heads: int) -> tuple[int, int]:
+    """Return the documents and longest length to make a plan for: powers of two, so that few plans serve all.
+
+    Backward wants its statistics as float32 [documents, heads, longest]. Where rounding would take them over
+    `CUDNN_LSE_BYTES` (one long document among many short ones) the length is rounded to the next 128 only, and the
+    documents not at all.
+    """
+    number, length = 1 << (documents - 1).bit_length(), min(1 << (longest - 1).bit_length(), tokens)
+    if 4 * heads * number * length > CUDNN_LSE_BYTES:
+        number, length = documents, -(-longest // 128) * 128
+    return number, max(length, 128)  # there is no backward for a longest length of 1
+
+
+def _cudnn_arguments(mask: Mask, tokens: int, heads: int) -> dict[str, Any]:
+    present = mask.cu_seqlens.numel() - 1
+    documents, longest = cudnn_plan(present, mask.longest, tokens, heads)
+    cu_seqlens = mask.cu_seqlens
+    if documents > present:  # empty ones at the end
+        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:].expand(documents - present)])
+    return {
+        "is_causal": True,
+        "window_left": -1 if mask.window is None else mask.window,
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_kv": cu_seqlens,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    arguments = _cudnn_arguments(mask, *q.shape[:2])
+    q, k, v = (x.contiguous() for x in (q, k, v))  # for backward's sake, see there
+    out, lse_TH1 = torch.ops.cudnn.sdpa_fwd(q, k, v, mask.scale, **arguments, return_lse=True)
+    return out, lse_TH1[..., 0].t()
+
+
+def _cudnn_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
+    arguments = _cudnn_arguments(mask, *q.shape[:2])
+    statistics = _by_document(lse, arguments["cu_seqlens_q"], arguments["max_seqlen_q"])
+    # Of a q that is laid out by head, as the compiler may do, the front end silently makes a wrong dq (1.32, H200).
+    tensors = *(x.contiguous() for x in (d_out, q, k, v, out)), statistics
+    dq, dk, dv = torch.ops.cudnn.sdpa_bwd(*tensors, mask.scale, **arguments)
+    return dq, dk, dv
+
+
+def _by_document(lse: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    """[H, T] → [documents, H, longest, 1], zero behind the end of a document. Reads nothing back from the GPU."""
+    starts = cu_seqlens.long()
+    at = torch.arange(lse.shape[1], device=lse.device)
+    document = torch.bucketize(at, starts[1:], right=True)
+    padded = lse.new_zeros(cu_seqlens.numel() - 1, lse.shape[0], longest, 1)
+    padded[document, :, at - starts[document], 0] = lse.t()
+    return padded
+
+
 # Written out in float32 or more, on any device: scores of `EXPLICIT_ROWS` queries of one document exist at a time.
 
 EXPLICIT_ROWS = 256
@@ -276,6 +337,7 @@ EXPLICIT = packed_operator("explicit", _explicit_forward, _explicit_backward)
 KERNELS: dict[str, Operator] = {
     "flash_attention_4": packed_operator("flash_attention_4", _fa4_forward, _fa4_backward),
     "flash_attention_3": packed_operator("flash_attention_3", _fa3_forward, _fa3_backward),
+    "cudnn": packed_operator("cudnn", _cudnn_forward, _cudnn_backward),
     "varlen": packed_operator("varlen", _varlen_forward, _varlen_backward),
 }
 
@@ -284,6 +346,7 @@ KERNELS: dict[str, Operator] = {
 _LIBRARIES = {
     "flash_attention_4": ("flash_attn.cute.interface", "package flash-attn-4, extra `fa`"),
     "flash_attention_3": ("flash_attn_interface", "package flash_attn_interface, built from its source"),
+    "cudnn": ("cudnn.sdpa.fwd.torch_op", "package nvidia-cudnn-frontend, extra `cuda`"),
 }
 
 

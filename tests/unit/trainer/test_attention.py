@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from prime_rl.errors import UserError
 from prime_rl.trainer import attention, attention_kernels
 from prime_rl.trainer.attention import choose
-from prime_rl.trainer.attention_kernels import EXPLICIT, KERNELS, load
+from prime_rl.trainer.attention_kernels import EXPLICIT, KERNELS, cudnn_plan, load
 from prime_rl.trainer.attention_needs import Needs, examine
 from prime_rl.trainer.parallel import World
 from support import attention as support
@@ -56,9 +56,9 @@ def meta_model(model_type: str, **settings: object) -> PreTrainedModel:
         (
             "auto",
             HOPPER,
-            (FA4, FA3),
+            (FA4, FA3, "cudnn"),
             BF16,
-            "varlen (flash_attention_4 is not installed; flash_attention_3 is not installed)",
+            "varlen (flash_attention_4 is not installed; flash_attention_3 is not installed; cudnn is not installed)",
         ),
         (
             "auto",
@@ -66,26 +66,26 @@ def meta_model(model_type: str, **settings: object) -> PreTrainedModel:
             (),
             (torch.bfloat16, Needs(256)),
             "varlen (flash_attention_4 may have no kernel for heads of size 256; flash_attention_3 needs a "
-            "Hopper GPU: compute capability 9.0, not 10.0)",
+            "Hopper GPU: compute capability 9.0, not 10.0; cudnn may have no kernel for heads of size 256)",
         ),
         ("auto", CPU, (), (torch.float32, Needs(64, sinks=True)), "explicit (sdpa has no attention sinks)"),
         ("auto", HOPPER, (), (torch.bfloat16, Needs(64, sinks=True)), "flash_attention_4"),
         (
             "auto",
             BLACKWELL,
-            (),
+            ("cudnn",),
             (torch.bfloat16, Needs(128, softcap=True)),
             "explicit (flash_attention_4 caps no scores; flash_attention_3 needs a Hopper GPU: compute "
-            "capability 9.0, not 10.0; varlen caps no scores; sdpa caps no scores)",
+            "capability 9.0, not 10.0; cudnn caps no scores; varlen caps no scores; sdpa caps no scores)",
         ),
-        (FA4, CPU, (), BF16, "model.attention flash_attention_4 needs a GPU"),
+        ("varlen", CPU, (), BF16, "model.attention varlen needs a GPU"),
         (FA3, AMPERE, (), BF16, "flash_attention_3 needs a Hopper GPU: compute .* 9.0, not 8.0"),
-        (FA4, HOPPER, (), (torch.float32, Needs(128)), "flash_attention_4 does not compute in float32"),
+        ("cudnn", HOPPER, (), (torch.float32, Needs(128)), "cudnn does not compute in float32"),
         (FA4, HOPPER, (FA4,), BF16, "flash_attention_4 is not installed"),
         ("varlen", VOLTA, (), BF16, "varlen needs compute capability 8.0 or more, not 7.0"),
-        (FA4, HOPPER, (), (torch.bfloat16, Needs(100)), "flash_attention_4 has no kernel for heads of size 100"),
+        ("cudnn", HOPPER, (), (torch.bfloat16, Needs(100)), "cudnn has no kernel for heads of size 100"),
         ("varlen", HOPPER, (), (torch.bfloat16, Needs(512)), "varlen has no kernel for heads of size 512"),
-        (FA4, HOPPER, (), (torch.bfloat16, Needs(128, softcap=True)), "flash_attention_4 caps no scores"),
+        ("cudnn", HOPPER, (), (torch.bfloat16, Needs(128, softcap=True)), "cudnn caps no scores"),
         ("sdpa", CPU, (), (torch.float32, Needs(8, softcap=True)), "sdpa caps no scores"),
     ],
 )
@@ -114,8 +114,8 @@ def test_every_rank_takes_what_the_first_chose(world: World, caplog: pytest.LogC
     kept = attention.set_up("auto", Needs(16), torch.float32, world)
     assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in kept
     assert [record.message for record in caplog.records] == ["attention: sdpa"]
-    with pytest.raises(UserError, match="varlen needs a GPU"):
-        attention.set_up("varlen", Needs(16), torch.bfloat16, world)
+    with pytest.raises(UserError, match="cudnn needs a GPU"):
+        attention.set_up("cudnn", Needs(16), torch.bfloat16, world)
 
 
 # Loading libraries
@@ -135,7 +135,11 @@ def test_a_library_that_fails_is_a_reason(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_what_is_absent_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason names the extra."""
-    for name, remedy in {FA3: "built from its source", FA4: "extra `fa`"}.items():
+    for name, remedy in {
+        "flash_attention_3": "built from its source",
+        "cudnn": "extra `cuda`",
+        "flash_attention_4": "extra `fa`",
+    }.items():
         monkeypatch.setitem(sys.modules, attention_kernels._LIBRARIES[name][0], None)
         assert (load(name) or "").startswith("is not installed: "), name
         assert remedy in (load(name) or "")
@@ -167,7 +171,7 @@ def test_kernels_equal_softmax_written_out(
 ) -> None:
     """Out and gradients, of sinks too, with grouped heads and values smaller than keys: of our own operations, in blocks
     of four rows; of a kernel that knows of no sinks, to which boundaries, scale and window mean what they mean to us; and
-    of sdpa."""
+    of sdpa, document by document and with the mask used while compiling."""
     monkeypatch.setattr(attention_kernels, "EXPLICIT_ROWS", 4)
     *inputs, d_out = qkv(sum(lengths), value_size=6)
     sinks = [torch.linspace(-2, 3, 4, dtype=torch.float64)] if with_sinks else []
@@ -185,8 +189,10 @@ def test_kernels_equal_softmax_written_out(
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)  # the statistics are kept in float32
     if softcap is None and not with_sinks:
-        for a, b in zip(with_gradients(attention.sdpa, inputs, d_out, mask[0], 0.7, window), want, strict=True):
-            torch.testing.assert_close(a, b)
+        torch._dynamo.reset()
+        for kernel in (attention.sdpa, torch.compile(attention.sdpa, backend="eager", fullgraph=True)):
+            for a, b in zip(with_gradients(kernel, inputs, d_out, *mask, 0.7, window), want, strict=True):
+                torch.testing.assert_close(a, b)
 
 
 def test_a_kernel_gets_heads_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +229,22 @@ def test_a_kernel_never_ignores_a_cap() -> None:
     heads = (x.transpose(0, 1)[None] for x in (q, k, v))
     with pytest.raises(AssertionError, match="sdpa has neither"):
         ALL_ATTENTION_FUNCTIONS[attention.NAME](None, *heads, None, **support.boundaries([3]), softcap=50.0)
+
+
+def test_a_cudnn_plan_fits_its_pack() -> None:
+    """It has room for the documents and the longest of them, is never longer than the tokens, and rounding never costs
+    much memory."""
+    draw = random.Random(0)
+    for _ in range(2000):
+        tokens, heads = 128 * draw.choice((1, 2, 3, 100, 128, 500, 1024)), draw.choice((1, 16, 64))
+        documents = draw.randint(1, min(tokens, draw.choice((1, 10, 5000))))
+        shortest = -(-tokens // documents)
+        longest = draw.choice((shortest, tokens - documents + 1, draw.randint(shortest, tokens - documents + 1)))
+        number, length = cudnn_plan(documents, longest, tokens, heads)
+        assert number >= documents
+        assert longest <= length <= tokens
+        size = 4 * heads * number * length
+        assert size <= max(attention_kernels.CUDNN_LSE_BYTES, 4 * heads * documents * (longest + 127))
 
 
 # Tracing
