@@ -1,9 +1,11 @@
 """Whether vLLM and the trainer compute the same, by `rl parity`, for a tiny random model of each of several families.
 
     uv run --group cpu python benchmarks/parity.py [--only TYPE]...    # a server for each: a minute or two a family
-    uv run --group cpu python benchmarks/parity.py --tables            # the table in docs/guides/parity.md from JSON
+    python benchmarks/parity.py --shape 0.6B --shape 30B-A3B:12,replay # published shapes, one's first 12 layers; on a GPU
+    uv run --group cpu python benchmarks/parity.py --tables            # the tables in docs/guides/parity.md from JSON
 
-Rows of families that are not measured again stay in `results/parity.json`.
+Rows that are not measured again stay in `results/parity.json`, those of shapes in `results/parity_h200.json` (`--json`).
+What follows `--` goes to `rl parity`.
 """
 
 import argparse
@@ -17,8 +19,9 @@ from typing import Any
 from machine import describe_gpus, describe_machine, renewed
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "parity.json"
+RESULTS, SHAPES = HERE / "results" / "parity.json", HERE / "results" / "parity_h200.json"
 PAGE = HERE.parent / "docs" / "guides" / "parity.md"
+LOGITS, CHOICES = 4.0, 2.7  # standard deviations of random models of real shapes: replies of about 4 nats a token
 TOKENIZER = HERE.parent / "assets" / "tiny-reverse"
 SECONDS = 600.0
 SPREAD = 0.15  # of weights: those that transformers draws make all tokens equally likely
@@ -80,30 +83,50 @@ def make_model(model_type: str, directory: Path) -> None:
 
 
 def measure(model_type: str, arguments: list[str]) -> dict[str, Any]:
-    """What `rl parity` finds, or the last line of why there is no verdict."""
+    """The comparison of a family."""
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        make_model(model_type, directory / model_type)
-        command = [
-            sys.executable,
-            "-m",
-            "prime_rl.entrypoints.rl",
-            "parity",
-            "--model.name",
-            str(directory / model_type),
-        ]
-        command += ["--output-dir", str(directory), "--inference.max-model-len", "512", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-        result = directory / "parity" / "parity.json"
-        if result.exists():
-            return json.loads(result.read_text().replace(f"{directory}/", ""))
-        lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("error: ")]
-        return {
-            "refused": (errors or lines or ["it ended without a word"])[-1]
-            .removeprefix("error: ")
-            .replace(f"{directory}/", "")
-        }
+        make_model(model_type, Path(name) / model_type)
+        return compare(Path(name) / model_type, Path(name), arguments)
+
+
+def measure_shape(shape: str, directory: Path, arguments: list[str]) -> dict[str, Any]:
+    """The comparison of a published shape, or of its first layers: `30B-A3B:12`; `replay`: with router replay, and without."""
+    name, _, replay = shape.partition(",")
+    model, _, layers = name.partition(":")
+    if not (directory / name).exists():
+        write_shape(name, directory)
+    result = compare(
+        directory / name, directory / f"of {shape}", [*arguments, *(["--router-replay"] if replay else [])]
+    )
+    samples = json.loads((directory / f"of {shape}" / "parity" / "samples.json").read_text())
+    logprobs = [logprob for each in samples for logprob in each[2]]
+    return {"model": model, "layers": layers or None, "mean_logprob": sum(logprobs) / len(logprobs), **result}
+
+
+def shape_path(name: str, directory: Path) -> Path:
+    return directory / name.replace(":", "-")
+
+
+def write_shape(name: str, directory: Path) -> None:
+    from steps import write_random_model
+
+    model, _, layers = name.partition(":")
+    write_random_model(shape_path(name, directory), model, int(layers) if layers else None, LOGITS, CHOICES)
+
+
+def compare(model: Path, directory: Path, arguments: list[str]) -> dict[str, Any]:
+    """What `rl parity` finds, or the last line of why there is no verdict."""
+    command = [sys.executable, "-m", "prime_rl.entrypoints.rl", "parity", "--model.name", str(model)]
+    command += ["--output-dir", str(directory), "--inference.max-model-len", "512", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    print(done.stdout, done.stderr, flush=True)
+    result = directory / "parity" / "parity.json"
+    if result.exists():
+        return json.loads(result.read_text().replace(f"{model.parent}/", ""))
+    lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    last = (errors or lines or ["it ended without a word"])[-1]
+    return {"refused": last.removeprefix("error: ").replace(f"{model.parent}/", "")}
 
 
 def table(rows: dict[str, Any]) -> list[str]:
@@ -118,26 +141,66 @@ def table(rows: dict[str, Any]) -> list[str]:
     return lines
 
 
-def write_page(results: dict[str, Any]) -> None:
-    machine = results["machine"]
-    on = f"{machine['cpu']}, {machine['date']}; " + ", ".join(f"{k} {v}" for k, v in machine["packages"].items())
-    body = "\n".join([*table(results["rows"]), "", f"On {', '.join(results['gpus']) or on}."])
-    PAGE.write_text(renewed(PAGE, "parity", body))
+def shape_table(rows: dict[str, Any]) -> list[str]:
+    """Two rows of a model whose experts are replayed: with and without."""
+    lines = ["| shape | tokens | mean logprob | mean \\|Δ\\| | p99 | max | KL k3 | rounding alone: mean, max | |"]
+    lines.append("|" + "---|" * 9)
+    for row in rows.values():
+        name = f"Qwen3-{row['model']}" + (f", its first {row['layers']} layers" if row["layers"] else "")
+        if "gaps" not in row:
+            lines.append(f"| {name} | | | | | | | | {row['refused'].replace('|', ' ')} |")
+            continue
+        gaps, verdict = row["gaps"], "sound" if row["sound"] else "**not sound**"
+        rounding, alone = gaps["transformers rounded - float32"], gaps.get("server - trainer, no replay")
+        for gap, kind in ((alone, ", its own choice"), (gaps["server - trainer"], ", replayed" if alone else "")):
+            if gap is not None:
+                numbers = " | ".join(f"{gap[key]:.1e}" for key in ("mean", "p99", "largest", "k3"))
+                noise = f"{rounding['mean']:.1e}, {rounding['largest']:.1e}"
+                said = "" if gap is alone else verdict
+                lines.append(
+                    f"| {name}{kind} | {row['tokens']} | {row['mean_logprob']:.1f} | {numbers} | {noise} | {said} |"
+                )
+    return lines
+
+
+def write_page() -> None:
+    for path, mark, lines_of in ((RESULTS, "parity", table), (SHAPES, "shapes", shape_table)):
+        if not path.exists():
+            continue
+        results = json.loads(path.read_text())
+        machine, gpus = results["machine"], results["gpus"]
+        packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+        on = f"{', '.join(gpus[:1]) or machine['cpu']}, {machine['date']}; {packages}"
+        PAGE.write_text(renewed(PAGE, mark, "\n".join([*lines_of(results["rows"]), "", f"On {on}."])))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=FAMILIES, help="a family, or several")
+    parser.add_argument("--shape", action="append", help="0.6B, 4B, 30B-A3B: instead of families")
+    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "shapes", help="where shapes are written")  # fmt: skip
+    parser.add_argument("--write", action="store_true", help="only write the shapes")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--tables", action="store_true", help="measure nothing")
-    options, arguments = parser.parse_known_args()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
-    for name in [] if options.tables else options.only or FAMILIES:
-        row = measure(name, arguments)
-        results = {"machine": describe_machine(), "gpus": describe_gpus(), "rows": {**results["rows"], name: row}}
-        results["rows"] = {each: results["rows"][each] for each in FAMILIES if each in results["rows"]}
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        print(*table({name: row})[2:], flush=True)
-    write_page(results)
+    own, arguments = (sys.argv[1:], [])
+    if "--" in own:
+        own, arguments = own[: own.index("--")], own[own.index("--") + 1 :]
+    options = parser.parse_args(own)
+    path = options.json or (SHAPES if options.shape else RESULTS)
+    names = [] if options.tables else options.shape or options.only or list(FAMILIES)
+    for name in names:
+        if options.write:
+            write_shape(name.partition(",")[0], options.models)
+            continue
+        row = measure_shape(name, options.models, arguments) if options.shape else measure(name, arguments)
+        results = json.loads(path.read_text()) if path.exists() else {"rows": {}}
+        rows = {**results["rows"], name: row}
+        order = FAMILIES if not options.shape else sorted(rows)
+        results = {"machine": describe_machine(), "gpus": describe_gpus(), "rows": {each: rows[each] for each in order if each in rows}}  # fmt: skip
+        path.write_text(json.dumps(results, indent=1) + "\n")
+        print(*(shape_table if options.shape else table)({name: row})[2:], sep="\n", flush=True)
+    if options.json is None and not options.write:
+        write_page()
 
 
 if __name__ == "__main__":

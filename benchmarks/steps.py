@@ -10,25 +10,28 @@ import shutil
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.config.trainer import WeightsConfig
 from prime_rl.monitor import log
-from prime_rl.trainer import attention, memory, perf
+from prime_rl.trainer import attention, memory, moe, perf, router_replay
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, learning_rate
+from prime_rl.trainer.packing import Document
 from prime_rl.trainer.parallel import close_world, gather, init_world, now
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.report import MetricRows, Report, StepMetrics, sum_on_device
 from prime_rl.trainer.rl import train as rl
+from prime_rl.trainer.rl.data import FakeSamples
 from prime_rl.trainer.sft import train as sft
 from prime_rl.trainer.source import Source, attention_heads, find_model
 from prime_rl.trainer.training_loop import forward_backward, optimizer_step
@@ -73,6 +76,7 @@ class Case:
         limit: Seconds for the whole case.
         export: Publish the weights after every step: RL's on a GPU from memory, else as files.
         logprob_check: Score the fixed prompt of every version, as RL runs do.
+        replay: Each token's experts come with the data, as with `router_replay`.
         settings: Options of the trainer's `model` section; none is a user's run without any option.
         optim: Options of its `optim` section.
         objective: Options of its `loss` section (`loss.type=gspo`).
@@ -92,6 +96,7 @@ class Case:
     limit: float = 150.0
     export: bool = True
     logprob_check: bool = True
+    replay: bool = False
     settings: dict[str, object] = field(default_factory=dict)
     optim: dict[str, object] = field(default_factory=dict)
     objective: dict[str, object] = field(default_factory=dict)
@@ -111,7 +116,7 @@ _KINDS: dict[str, Any] = {
     **dict.fromkeys(("layers", "ranks", "micro_batches", "warm", "steps"), int),
     **dict.fromkeys(("limit", "bar", "mfu_bar", "within", "peer"), float),
     "loss": str,
-    **dict.fromkeys(("export", "logprob_check"), lambda text: text == "true"),
+    **dict.fromkeys(("export", "logprob_check", "replay"), lambda text: text == "true"),
 }
 
 
@@ -146,13 +151,26 @@ def model_source(model: str, layers: int | None = None) -> Source:
     return source
 
 
-def write_random_model(directory: Path, model: str, layers: int | None = None) -> None:
-    """Random weights of a model's shape in bfloat16, with the bundled tokenizer: alike for the trainer and servers."""
+def write_random_model(
+    directory: Path, model: str, layers: int | None = None, logits: float | None = None, choices: float | None = None
+) -> None:
+    """Random weights of a model's shape in bfloat16, with the bundled tokenizer: alike for the trainer and servers.
+
+    Args:
+        logits: Their standard deviation (None: what transformers draws, by which all tokens are equally likely).
+        choices: The same of the routers' scores.
+    """
     config = model_source(model, layers).config
     config.dtype = torch.bfloat16
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a CPU takes 45 s for 0.6B
         lm = AutoModelForCausalLM.from_config(config)
+    routers = [router for block in lm.model.layers for _, router, _ in moe.sparse_blocks(block)]
+    wide = [(lm.lm_head, logits), *((router, choices) for router in routers)]
+    with torch.no_grad():
+        for module, spread in wide:
+            if spread is not None:  # of a normed hidden state
+                module.weight.normal_(std=spread / config.hidden_size**0.5)
     lm.save_pretrained(directory)
     for path in (*TOKENIZER.glob("tokenizer*"), *TOKENIZER.glob("*.jinja")):
         shutil.copy(path, directory)
@@ -227,6 +245,8 @@ class Bench:
         self.costs = perf.step_costs(self.policy.lm, self.shape)
         self.recipe = rl.make_recipe(config) if isinstance(config, TrainerConfig) else sft.make_recipe(config)
         self.data = self.recipe.open_data(world, source)
+        if case.replay:
+            self.replay()
         self.data.start(self.costs, 0)
         scorer = None
         if case.logprob_check and case.loss == "rl":
@@ -250,6 +270,20 @@ class Bench:
         self.rows = MetricRows(self.report, world.device)
         self.number = 0
         self.lengths: list[list[int]] = []
+
+    def replay(self) -> None:
+        """Give every fake document random experts: a token's K are different ones, and all are chosen equally often."""
+        assert isinstance(self.data, FakeSamples)
+        self.data.routers = routers = router_replay.set_up(self.policy.lm.model.layers, self.case.model)
+        size = (len(routers.sparse), self.case.tokens, routers.experts)
+        chosen_MTK = np.random.default_rng(0).random(size, dtype=np.float32).argpartition(routers.k)[..., : routers.k]
+        make = self.data._document
+
+        def with_experts(step: int, index: int, tokens: int) -> Document:
+            moved = (chosen_MTK[:, : tokens - 1] + 97 * step + 31 * index) % routers.experts
+            return replace(make(step, index, tokens), experts=moved.astype(np.int16))
+
+        self.data._document = with_experts  # type: ignore[method-assign]
 
     def __enter__(self) -> Self:
         return self

@@ -221,12 +221,15 @@ class InferenceClient:
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(f"{self.root} answers without log-probabilities of the prompt ({error!r})") from error
 
-    async def sample(self, tokens: Sequence[int], most: int, seed: int) -> tuple[list[int], list[float]]:
-        """Continue a prompt at temperature 1; return the tokens and their log-probabilities. Raises as `score`."""
+    async def sample(self, tokens: Sequence[int], most: int, seed: int, experts: bool = False) -> list[Any]:
+        """Continue a prompt at temperature 1; return the tokens, their log-probabilities and, if asked for, the `experts`
+        of all that was computed, as the route has them. Raises as `score`."""
         params = {"max_tokens": most, "temperature": 1.0, "seed": seed, "logprobs": 0}
+        params |= {"routed_experts_prompt_start": 0} if experts else {}
         body = {"token_ids": list(tokens), "sampling_params": params}
-        (choice,) = (await self._call("POST", "/inference/v1/generate", body))["choices"]
-        return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        (choice,) = (await self._call("POST", "/v1/sample", body))["choices"]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        return [choice["token_ids"], logprobs, *([choice["routed_experts"]] if experts else [])]
 
     async def _trouble(self, path: str) -> str | None:
         """Why the server does not answer well; None if it does."""

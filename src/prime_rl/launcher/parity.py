@@ -23,12 +23,13 @@ def serve_and_sample(config: ParityConfig, directory: Path) -> RunOutcome:
     """Leave `samples.json` in the directory, by a server of the run's settings."""
     model, path, logs = config.model.model_dump(), directory / "configs" / f"{SERVER}.toml", directory / "logs"
     server = config.inference or InferenceConfig(model=InferenceModel(**model), device=config.device, seed=config.seed)
-    server = server.model_copy(update={"output_dir": directory, "weights_root": directory / "weights"})
+    changes = {"output_dir": directory, "weights_root": directory / "weights", "router_replay": config.router_replay}
+    server = server.model_copy(update=changes)
     write_toml(server, path)
     url = f"http://{host_in_url(server.server.host or 'localhost')}:{server.server.port}"
     most = min(config.reply_tokens, (server.max_model_len or 2**20) // 2)  # the rest is for the prompt
     settings = {"output_dir": directory, "seed": config.seed, "model": model, "client.base_url": url}
-    settings |= {"replies": config.replies, "reply_tokens": most}
+    settings |= {"replies": config.replies, "reply_tokens": most, "router_replay": config.router_replay}
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     env = {"PYTHONUNBUFFERED": "1", **({"VLLM_API_KEY": server.api_key} if server.api_key else {})}
     serve = (sys.executable, "-m", "prime_rl.entrypoints.inference", "@", str(path))
@@ -51,7 +52,8 @@ async def sample(config: ParityConfig, directory: Path) -> None:
         await server.wait_ready(lambda *wait: None)
         if (served := await server.served()).version:
             raise UserError(f"the server at {server.root} serves version {served.version}, not the model's own weights")
-        asked = (server.sample(prompt, config.reply_tokens, seed) for seed, prompt in enumerate(prompts, config.seed))
+        most, experts = config.reply_tokens, config.router_replay
+        asked = (server.sample(prompt, most, seed, experts) for seed, prompt in enumerate(prompts, config.seed))
         replies = await asyncio.gather(*asked)  # bounded: by client.timeout; all at once, as in a run
     samples = [(prompt, *reply) for prompt, reply in zip(prompts, replies, strict=True)]
     (directory / "samples.json").write_text(json.dumps(samples))

@@ -1,6 +1,8 @@
 """The trainer's half of `rl parity`: score the server's samples by the trainer and by transformers' own forward, and judge."""
 
 import json
+from base64 import b64decode
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,12 @@ from prime_rl.trainer.loss import STREAMS, SequenceLoss, describe, make_loss, mi
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.packing import Document, MicroBatch, collate, pads_to, to_device
 from prime_rl.trainer.parallel import close_world, init_world
+from prime_rl.trainer.router_replay import chosen_experts, set_up
 from prime_rl.trainer.source import locate_model
 from prime_rl.trainer.weight_publisher import export_dtype
 
 ENGINES, SERVED, TRAINED = "server - trainer", "server - transformers float32", "trainer - transformers float32"
+OWN_CHOICE = "server - trainer, no replay"  # with router replay: what it is for
 ROUNDED = "transformers rounded - float32"  # in the lower type of server and trainer: what rounding does to this model
 ROUNDING_FACTOR = 4.0  # two computations in a low type differ by little more than one of them differs from float32
 MOST_DROPPED = 0.01  # of the tokens: what the loss drops before anything is learned it drops at every step
@@ -55,13 +59,23 @@ def judge(gaps: Any, dropped: float, loss: str, quantized: bool = False) -> tupl
 def score(config: ParityConfig, directory: Path) -> bool:
     """Print the comparison, write `parity.json`; return the verdict. Raises UserError as `locate_model`, `build_policy`."""
     samples, served = json.loads((directory / "samples.json").read_text()), config.inference or InferenceConfig()
-    documents, settings, loss = [_document(*each) for each in samples], config.trainer.model, config.trainer.loss
+    documents, settings, loss = [_document(*each[:3]) for each in samples], config.trainer.model, config.trainer.loss
     world = init_world(config.trainer.device, config.trainer.dist_timeout)
     source, computed = locate_model(settings, world, random_weights=False), compute_dtype(settings.dtype, world.device)
     settings = settings.model_copy(update={"compile": False}) if config.layers else settings  # hooks do not compile
     batch = collate(documents, len(STREAMS), pads_to(world.device))
     policy, trained = build_policy(source, settings, world, tokens=len(batch.input_ids)), list[Tensor]()
     _record(policy.lm.model.layers if config.layers else (), trained)
+    pairs = dict[str, tuple[Tensor, Tensor]]()
+    old = torch.from_numpy(np.concatenate([np.array(logprobs, dtype=np.float32) for _, _, logprobs, *_ in samples]))
+    if config.router_replay:
+        pairs[OWN_CHOICE] = old, policy(to_device(batch, world.device))[0].cpu()
+        routers, trained[:] = set_up(policy.lm.model.layers, source.name), []
+        for number, sample in enumerate(samples):
+            documents[number] = replace(
+                documents[number], experts=chosen_experts(_rows(sample[3]), routers, f"{number}")
+            )
+        batch = collate(documents, len(STREAMS), pads_to(world.device), routers)
     new, entropy = (each.cpu() for each in policy(to_device(batch, world.device)))
     del policy
 
@@ -83,8 +97,7 @@ def score(config: ParityConfig, directory: Path) -> bool:
     low = computed if computed != torch.float32 or in_float32 else export_dtype(served.model.dtype, source)
     rounded, alike = (exact, layers) if low == torch.float32 else own(low)
     close_world()
-    old = torch.from_numpy(np.concatenate([np.array(logprobs, dtype=np.float32) for *_, logprobs in samples]))
-    pairs = {ENGINES: (old, new), SERVED: (old, exact), TRAINED: (new, exact), ROUNDED: (rounded, exact)}
+    pairs |= {ENGINES: (old, new), SERVED: (old, exact), TRAINED: (new, exact), ROUNDED: (rounded, exact)}
     gaps, dropped = {name: gap(*pair) for name, pair in pairs.items()}, dropped_share(loss, new, entropy, batch)
     bound, reasons = judge(gaps, dropped, loss.type, served.quantization is not None)
     head = f"{config.model.name}: {len(samples)} replies, {len(old)} tokens; the trainer computes in {computed}"
@@ -107,6 +120,11 @@ def _document(prompt: list[int], reply: list[int], logprobs: list[float]) -> Doc
     streams[STREAMS.index("logprobs"), len(prompt) :] = np.array(logprobs, dtype=np.float32)  # JSON's null is NaN
     streams[[STREAMS.index("mask"), STREAMS.index("rl_scale")]] = 1
     return Document(ids, np.arange(len(ids)) >= len(prompt), 1.0, streams)
+
+
+def _rows(encoded: dict[str, Any]) -> Any:
+    """The experts of a sample's tokens, [N, layers · K], as the server's route encodes them."""
+    return np.frombuffer(b64decode(encoded["data"]), encoded["dtype"]).reshape(encoded["shape"][0], -1)
 
 
 def dropped_share(config: Any, logprob: Tensor, entropy: Tensor, batch: MicroBatch) -> float:

@@ -112,13 +112,22 @@ async def test_an_answer_without_the_prompts_log_probabilities_is_an_error(serve
         await engine.score([9, 7])
 
 
-async def test_a_sampled_reply_has_its_log_probabilities(server, engine):
-    """What is sampled at temperature 1 comes with the sampler's own numbers."""
+@pytest.mark.parametrize(("experts", "more"), [(False, {}), (True, {"routed_experts_prompt_start": 0})])
+async def test_a_sampled_reply_has_its_log_probabilities(server, engine, experts, more):
+    """What is sampled at temperature 1 comes with the sampler's own numbers and, asked for, with the experts that it chose."""
     content = [{"token": "token_id:4", "logprob": -0.5}, {"token": "token_id:6", "logprob": None}]
-    answer = {"choices": [{"token_ids": [4, 6], "logprobs": {"content": content}}]}
-    server.answers["POST", "/inference/v1/generate"] = 200, answer
-    assert await engine.sample([9, 7], 2, 5) == ([4, 6], [-0.5, None])
-    params = {"max_tokens": 2, "temperature": 1.0, "seed": 5, "logprobs": 0}
+    choice = {
+        "token_ids": [4, 6],
+        "logprobs": {"content": content},
+        **({"routed_experts": {"data": "AA=="}} if experts else {}),
+    }
+    server.answers["POST", "/v1/sample"] = 200, {"choices": [choice]}
+    assert await engine.sample([9, 7], 2, 5, experts) == [
+        [4, 6],
+        [-0.5, None],
+        *([{"data": "AA=="}] if experts else []),
+    ]
+    params = {"max_tokens": 2, "temperature": 1.0, "seed": 5, "logprobs": 0, **more}
     assert server.asked[-1][0] == {"token_ids": [9, 7], "sampling_params": params}
 
 
