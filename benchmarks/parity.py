@@ -1,10 +1,10 @@
 """Whether vLLM and the trainer compute the same, by `rl parity`, for a tiny random model of each of several families.
 
-    uv run --group cpu python benchmarks/parity.py [--only TYPE]...    # a server for each: a minute or two a family
-    python benchmarks/parity.py --shape 0.6B --shape 30B-A3B:12,replay # published shapes, one's first 12 layers; on a GPU
-    uv run --group cpu python benchmarks/parity.py --tables            # the tables in docs/guides/parity.md from JSON
+    uv run --group cpu python benchmarks/parity.py [--only TYPE]... # a server for each: a minute or two a family
+    python benchmarks/parity.py --shape 0.6B --shape 30B-A3B:12,replay # on a GPU: shapes, one's first 12 layers
+    uv run --group cpu python benchmarks/parity.py --tables # the tables in docs/guides/parity.md from JSON
 
-Rows that are not measured again stay in `results/parity.json`, those of shapes in `results/parity_h200.json` (`--json`).
+Rows that are not measured again stay in `results/parity.json`, those of shapes in `results/parity_h200.json`.
 What follows `--` goes to `rl parity`.
 """
 
@@ -20,6 +20,7 @@ from machine import describe_gpus, describe_machine, renewed
 
 HERE = Path(__file__).parent
 RESULTS, SHAPES = HERE / "results" / "parity.json", HERE / "results" / "parity_h200.json"
+MODELS = Path(tempfile.gettempdir()) / "shapes"
 PAGE = HERE.parent / "docs" / "guides" / "parity.md"
 LOGITS, CHOICES = 4.0, 2.7  # standard deviations of random models of real shapes: replies of about 4 nats a token
 TOKENIZER = HERE.parent / "assets" / "tiny-reverse"
@@ -90,7 +91,7 @@ def measure(model_type: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def measure_shape(shape: str, directory: Path, arguments: list[str]) -> dict[str, Any]:
-    """The comparison of a published shape, or of its first layers: `30B-A3B:12`; `replay`: with router replay, and without."""
+    """The comparison of a published shape, or of its first layers, `30B-A3B:12`; `,replay`: with router replay, too."""
     name, _, replay = shape.partition(",")
     model, _, layers = name.partition(":")
     if not (directory / name).exists():
@@ -178,7 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=FAMILIES, help="a family, or several")
     parser.add_argument("--shape", action="append", help="0.6B, 4B, 30B-A3B: instead of families")
-    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "shapes", help="where shapes are written")  # fmt: skip
+    parser.add_argument("--models", type=Path, default=MODELS, help="where shapes are written")
     parser.add_argument("--write", action="store_true", help="only write the shapes")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--tables", action="store_true", help="measure nothing")
@@ -196,7 +197,8 @@ def main() -> None:
         results = json.loads(path.read_text()) if path.exists() else {"rows": {}}
         rows = {**results["rows"], name: row}
         order = FAMILIES if not options.shape else sorted(rows)
-        results = {"machine": describe_machine(), "gpus": describe_gpus(), "rows": {each: rows[each] for each in order if each in rows}}  # fmt: skip
+        rows = {each: rows[each] for each in order if each in rows}
+        results = {"machine": describe_machine(), "gpus": describe_gpus(), "rows": rows}
         path.write_text(json.dumps(results, indent=1) + "\n")
         print(*(shape_table if options.shape else table)({name: row})[2:], sep="\n", flush=True)
     if options.json is None and not options.write:

@@ -1,11 +1,12 @@
-"""What router replay costs: bytes a token of a batch and of an answer, and the speed of an engine that returns its choice.
+"""What router replay costs: bytes a token of a batch and of an answer, and the speed of an engine.
 
-    python benchmarks/router_replay.py --model DIRECTORY --json benchmarks/results/router_replay_h200.json     # one GPU
-    python benchmarks/router_replay.py --urls http://127.0.0.1:8630 http://127.0.0.1:8631 --model DIRECTORY    # servers that run already
-    python benchmarks/router_replay.py --table         # write README.md's table again from the JSON files
+    python benchmarks/router_replay.py --model DIRECTORY             # one GPU
+    python benchmarks/router_replay.py --model DIRECTORY --urls A B  # servers without and with it that run already
+    python benchmarks/router_replay.py --table                       # README.md's table again from the JSON files
 
-Two servers of one model, one of which was started with `router_replay`, are asked in turns, by requests of random tokens with replies of one
-length. What the trainer pays is a case of `benchmarks/trainer.py` (`replay=true`), whose rows `--table` shows beside the one without.
+Two servers of one model, one of which was started with `router_replay`, are asked in turns, by requests of random
+tokens with replies of one length. What the trainer pays is a case of `benchmarks/trainer.py` (`replay=true`), whose
+rows `--table` shows beside those without (`results/router_replay_trainer_h200.json`).
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +40,14 @@ def file_bytes(tokens: int, samples: int = 64) -> dict[str, float]:
     """Bytes a token of `samples.arrow`, without and with the experts of Qwen3-30B-A3B."""
     draw, sizes, mask = np.random.default_rng(0), {}, np.arange(tokens) > tokens // 5
     for name in NAMES:
+        replayed = name == "with"
         rows = [
             Sample(
                 sample_id=f"{number:032x}", group_id=f"{number // 8:032x}", task_id=f"{number // 8}", env="env",
                 policy_versions=[0], input_ids=draw.integers(0, 150000, tokens, dtype=np.int32),
                 loss_mask=mask, logprobs=-draw.random(tokens, dtype=np.float32) * mask,
                 advantages=0.5 * mask.astype(np.float32), temperature=1.0, reward=1.0, is_truncated=False,
-                routed_experts=draw.integers(0, EXPERTS, (tokens - 1, LAYERS * K), dtype=np.uint8) if name == "with" else None,
+                routed_experts=draw.integers(0, EXPERTS, (tokens - 1, LAYERS * K), dtype=np.uint8) if replayed else None,
             )
             for number in range(samples)
         ]  # fmt: skip
@@ -56,7 +59,7 @@ def file_bytes(tokens: int, samples: int = 64) -> dict[str, float]:
 
 
 async def turn(url: str, model: str, replay: bool, load: argparse.Namespace, seed: int) -> dict[str, float]:
-    """`flight` requests at once, `waves` times: sampled tokens a second, and bytes of answers a token of prompt and reply."""
+    """`flight` requests at once, `waves` times: sampled tokens a second, and bytes of answers a token."""
     draw, waiting = np.random.default_rng(seed), asyncio.Semaphore(load.flight)
     params = {"max_tokens": load.reply, "min_tokens": load.reply, "temperature": 1.0, "ignore_eos": True}
     params |= {"routed_experts_prompt_start": 0} if replay else {}
@@ -103,6 +106,10 @@ def server_command(load: argparse.Namespace, port: int, replay: bool, run: Path)
     ]
 
 
+def healthy(url: str) -> bool:
+    return fetch(f"{url}/health") is not None
+
+
 def started(load: argparse.Namespace, stack: ExitStack) -> list[str]:
     """Both servers, on one GPU. The second may use what the first has compiled."""
     directory, urls = scratch(), list[str]()
@@ -111,7 +118,7 @@ def started(load: argparse.Namespace, stack: ExitStack) -> list[str]:
         env = environment(directory / f"env {name}", load.device == "cpu")
         server = stack.enter_context(running(f"the server {name}", command, env, log))
         url = f"http://127.0.0.1:{port}"
-        await_true("the server", START_SECONDS, lambda url=url: fetch(f"{url}/health") is not None, server, log)  # type: ignore[misc]
+        await_true("the server", START_SECONDS, partial(healthy, url), server, log)
         urls.append(url)
     return urls
 

@@ -59,7 +59,7 @@ class InferenceConfig(BaseConfig):
     headless: bool = option(False, "Run engines only: another node serves the requests.")
     enforce_eager: bool | None = option(None, "Neither compile nor capture graphs (None: on CPU only).")
     quantization: str | None = option(None, "Quantization that vLLM applies to the weights, updates included (fp8).")
-    router_replay: bool = option(False, "Return the experts chosen for each token (set by `rl`; not on a CPU).")
+    router_replay: bool = option(False, "Return the experts chosen for each token (set by `rl`).")
     deterministic: bool = option(False, "One sequence at a time, prefill unchunked: the same tokens every run.")
     replica: NonNegativeInt = option(0, "Number of this server in its run, for log and status (set by `rl`).")
     servers_on_host: PositiveInt = option(1, "Servers that stage weights in this host's memory (set by `rl`).")

@@ -49,9 +49,6 @@ class RLConfig(RecoverableRun):
         yield conflict(orchestrator.seq_len > trainer.seq_len, f"{lengths}: samples would not fit a micro-batch")
         both = "<recover> goes on from the newest state, <ckpt.resume_step> from a checkpoint: give one of them"
         yield conflict(self.recover and resumes and not self.clean, both)
-        served_on_cpu = self.inference is not None and self.inference.device == "cpu"
-        choices = "<router_replay> needs a server on a GPU: on a CPU vLLM cannot return the experts that it chose"
-        yield conflict(self.router_replay and served_on_cpu, choices, "inference.device")
         key = f"<trainer.loss.{'kl_coef' if loss.kl_coef else 'entropy_coef'}>"
         penalized, reference = loss.kl_coef or loss.entropy_coef, orchestrator.reference is not None
         if penalized and all(algorithm.component != "rl" for algorithm, _ in orchestrator.in_use("algorithm")):

@@ -97,7 +97,7 @@ class RecoverableRun(RunConfig):
     """What a run, and the processes that share its rollouts, have."""
 
     async_level: NonNegativeInt = option(1, "Steps that sampling may run ahead of training.")
-    router_replay: bool = option(False, "Train each token through the experts that the engine chose for it (on GPUs).")
+    router_replay: bool = option(False, "Train each token through the experts that the engine chose for it.")
     recover: bool = option(False, "Go on from what is committed in output_dir.", mark="one_time")
 
     def checks(self) -> Checks:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from prime_rl.errors import UserError
 
+MOST_KEPT = 4096  # requests whose choices nobody has taken
 Version = tuple[int, int]
 PINNED: Version = (0, 31)
 EARLIER: Version = (0, 26)  # what runs with torch 2.11
@@ -87,10 +88,10 @@ def release_flags(engine: Engine | None) -> dict[str, Any]:
 def why_no_choices(engine: Engine, *, prefix_caching: bool, pipeline: int) -> str | None:
     """Return why the installed vLLM cannot return the experts that it chose for each token, so that nobody is served wrong
     ones; None if it can. `pipeline`: groups of GPUs that share the layers."""
-    able = "CUDA builds of 0.26 and 0.31 can"
-    if engine.device == "cpu":
-        # 0.26 answers with zeros; 0.31 needs its second model runner, and that one Triton.
-        return f"vLLM {engine.release} for CPUs does not return the experts that it chose; {able}"
+    if engine == (EARLIER, engine.release, "cpu"):  # it would answer with zeros
+        return f"vLLM {engine.release} for CPUs does not return the experts that it chose; 0.31 does, or a CUDA build"
+    if engine.device == "cpu":  # by `KeptChoices`
+        return None
     if pipeline > 1:
         return "vLLM does not return the experts that it chose where GPUs share the layers (pipeline_parallel_size)"
     if engine.version == PINNED and not prefix_caching:
@@ -224,6 +225,40 @@ def repack_tied_heads(model: Any) -> None:
         packed = "cpu_linear" in vars(module)
         if packed and method is not None and isinstance(weight, torch.Tensor) and weight.numel():
             method.process_weights_after_loading(module)
+
+
+class KeptChoices:
+    """CPU: the experts of each request's tokens, from vLLM's own hook in its routers: its runner for CPUs has no way for
+    them to a client. Without prefix caching every token is computed for its request; it keeps the first choice."""
+
+    def __init__(self, runner: Any) -> None:
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+
+        self._runner, self._step, self._rows = runner, dict[int, Any](), dict[str, list[Any]]()
+        bind_routed_experts_capturer(runner.get_model(), self)
+        runner.get_model().register_forward_hook(self._keep, with_kwargs=True)
+
+    def capture(self, layer: int, chosen: Any) -> None:
+        """Take the choice [T, K] of one layer for a step's T tokens."""
+        self._step[layer] = chosen.short()
+
+    def _keep(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        import torch
+
+        none, bounds = 0 * next(iter(self._step.values())), self._runner.query_start_loc.np
+        layers = range(self._runner.model_config.get_total_num_hidden_layers())
+        step = torch.stack([self._step.get(layer, none) for layer in layers], dim=1)
+        for request, start, end in zip(self._runner.input_batch.req_ids, bounds, bounds[1:], strict=False):
+            rows = self._rows.setdefault(request, [])
+            known = len(rows) - int(kwargs["positions"][start])  # of what is computed again after an update
+            rows.extend(step[start + known : end] if known >= 0 else ())
+        for request in list(self._rows)[:-MOST_KEPT]:
+            del self._rows[request]
+
+    def take(self, name: str) -> tuple[bytes, tuple[int, ...]]:
+        """The bytes and the size of a request's rows [N, L, K], uint16; vLLM adds to its name."""
+        rows = next((self._rows.pop(key) for key in list(self._rows) if key.startswith(name)), [])
+        return b"".join(row.numpy().tobytes() for row in rows), (len(rows), *(rows[0].shape if rows else (1, 1)))
 
 
 class AllEngines:

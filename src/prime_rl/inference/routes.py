@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
+import numpy as np
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
@@ -149,6 +150,10 @@ async def sample(body: SampleBody, raw_request: Request) -> Response:
     if output.finish_reason == "error":
         raise Rejected(500, "the engine failed while it sampled")
     first = body.sampling_params.get("routed_experts_prompt_start")
+    if first is not None and state.prime_keeper is not None:
+        data, shape = max(await state.prime_keeper.collective_rpc("prime_choices", args=(name,)))  # one engine had it
+        end = len(body.token_ids) + len(output.token_ids) - 1
+        output.routed_experts = np.frombuffer(data, np.uint16).reshape(shape)[first:end]
     return Response(sample_answer(body.token_ids, output, first), media_type="application/json")
 
 
@@ -255,8 +260,9 @@ class PrimeRoutes:
         assert base is not None, "vLLM has loaded it"
         status = Status(config.output_dir, config.process)
         state.prime_leaving = False
+        engine = compat.AllEngines(engine_client, engines)
         state.prime_service = service = WeightService(
-            compat.AllEngines(engine_client, engines),
+            engine,
             base=base,
             root=config.weights_root,
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
@@ -267,6 +273,9 @@ class PrimeRoutes:
         )
         async with asyncio.timeout(FOLLOW_SECONDS):
             await engine_client.collective_rpc("prime_follow", args=(os.getpid(),))
+            state.prime_keeper = engine if config.router_replay and not args.enable_return_routed_experts else None
+            if state.prime_keeper is not None:
+                await engine.collective_rpc("prime_choices", args=("none yet",))
         status.phase("serving")
         status.ready()
         loop = asyncio.get_running_loop()

@@ -179,7 +179,7 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         # A model's generation_config.json must not change how a request that does not name a parameter is sampled.
         "generation_config": "vllm",
         "disable_uvicorn_access_log": True,
-        "enable_return_routed_experts": config.router_replay or None,
+        "enable_return_routed_experts": (config.router_replay and not cpu) or None,
         **{name: size for name in sizes if (size := getattr(config, name)) > 1},
         **{name: getattr(config, name) for name in (f"data_parallel_{node}" for node in nodes)},
         **compat.release_flags(engine),
@@ -204,6 +204,7 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         flags["max_model_len"] = config.max_model_len or "auto"
         # vLLM sets a request's generator back after a chunk, which CPU generators cannot do: a seed kills the engine.
         flags["enable_chunked_prefill"] = False
+        flags["enable_prefix_caching"] = False if config.router_replay else None  # `compat.KeptChoices`
     elif cache := config.kv_cache_gib or (model and tiny_cache_gib(weights_gib(config.model.name))):
         flags["kv_cache_memory_bytes"] = int(cache * (1 << 30))
     if config.deterministic:

@@ -232,6 +232,7 @@ class WeightsExtension:
     prime_subscriber: Subscriber | None = None
     prime_copies: CopyPlan | None = None
     prime_plain: bool | None = None  # not known yet
+    prime_kept: compat.KeptChoices | None = None  # on a CPU, with router replay
     prime_whole = True  # every reload of vLLM's has finished: only another reload repairs one that has not
 
     def prime_call(self, method: str, args: Sequence[Any]) -> dict[str, Any]:
@@ -300,6 +301,11 @@ class WeightsExtension:
     def prime_served(self) -> Identity | None:
         """The weights that this rank serves; None for those it was started with."""
         return self.prime_identity
+
+    def prime_choices(self, request: str) -> tuple[bytes, tuple[int, ...]]:
+        """The experts of a request's tokens. They are kept from the first call on."""
+        self.prime_kept = self.prime_kept or compat.KeptChoices(self.model_runner)
+        return self.prime_kept.take(request)
 
     def prime_follow(self, server: int) -> bool:
         """End with the server process, even if that is killed. The first call that a worker gets."""

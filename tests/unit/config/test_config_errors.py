@@ -208,9 +208,6 @@ $ rl --orchestrator.environment.id x --trainer.loss.kl-coef 0.1
     (trainer.loss.kl_coef: --trainer.loss.kl-coef)
   trainer.loss.kl_coef would not reach samples of advantage zero: set orchestrator.filter_zero_advantage = false
     (trainer.loss.kl_coef: --trainer.loss.kl-coef)
-$ rl --orchestrator.environment.id x --inference --device cpu --router-replay
-  router_replay needs a server on a GPU: on a CPU vLLM cannot return the experts that it chose (router_replay:
-    --router-replay, inference.device: --device)
 $ rl --orchestrator.environment.id x --orchestrator.algorithm.type opd
 $   --orchestrator.algorithm.teacher.base-url http://t:1 --trainer.loss.entropy-coef 1
 $   --orchestrator.no-filter-zero-advantage

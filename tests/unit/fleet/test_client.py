@@ -114,7 +114,7 @@ async def test_an_answer_without_the_prompts_log_probabilities_is_an_error(serve
 
 @pytest.mark.parametrize(("experts", "more"), [(False, {}), (True, {"routed_experts_prompt_start": 0})])
 async def test_a_sampled_reply_has_its_log_probabilities(server, engine, experts, more):
-    """What is sampled at temperature 1 comes with the sampler's own numbers and, asked for, with the experts that it chose."""
+    """What is sampled at temperature 1 comes with the sampler's numbers and, asked for, with the experts that it chose."""
     content = [{"token": "token_id:4", "logprob": -0.5}, {"token": "token_id:6", "logprob": None}]
     choice = {
         "token_ids": [4, 6],

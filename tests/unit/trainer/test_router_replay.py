@@ -2,7 +2,7 @@
 answer to the gradients."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,6 +177,16 @@ def test_packed() -> None:
 def test_what_no_router_of_the_model_chose_is_refused(rows: np.ndarray, says: str) -> None:
     with pytest.raises(UserError, match=f"sample s has .*{says}"):
         chosen_experts(rows, ROUTERS, "s")
+
+
+@pytest.mark.parametrize(("count", "refused"), [(8, True), (9, False), (11, False)])
+def test_a_sample_without_the_experts_of_a_sampled_token_is_refused(count: int, refused: bool) -> None:
+    """Contract: nothing is trained through experts that the engine did not choose: it computed all that a sampled token follows."""
+    sample, mask = support.make_sample(np.random.default_rng(0), "s", 12, 1.0), np.arange(12) == 9
+    rows = np.tile(np.arange(LAYERS * K, dtype=np.uint8) % K, (count, 1))
+    sample = replace(sample, loss_mask=mask, routed_experts=rows)
+    with pytest.raises(UserError, match="sample s has the experts of 8 of the 9 tokens") if refused else nullcontext():
+        document(sample, routers=ROUTERS)
 
 
 def test_layers_without_experts_are_left_out() -> None:
