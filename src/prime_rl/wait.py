@@ -1,6 +1,7 @@
 """The one way to wait. Every wait has a subject, an owner who owes it, and a deadline; one that expires says all three.
 
-`wait` polls in a thread, `wait_async` polls in an event loop, `within` awaits something that ends by itself.
+`wait` polls in a thread, `wait_async` polls in an event loop, `within` awaits something that ends by itself, and a
+`TaskThread` gives the results of work in the background.
 `scripts/check_waits.py` (in CI) refuses waits in `src/` that go around this module without a bound. Standard library
 only: environment workers import it.
 """
@@ -8,7 +9,9 @@ only: environment workers import it.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+from typing import Any, TypeVar
 
 from prime_rl.errors import UserError
 
@@ -70,3 +73,46 @@ async def within(awaitable: Awaitable[T], *, subject: str, owner: str, seconds: 
         if limit.expired():
             raise WaitTimeout(subject, owner, seconds) from None
         raise
+
+
+class TaskThread:
+    """A thread that does one task at a time, and the tasks whose results nobody has taken yet.
+
+    Args:
+        owner: Who owes the tasks.
+        seconds: The deadline of each, counted from when it is waited for.
+        initializer: What the thread does first.
+    """
+
+    def __init__(self, name: str, owner: str, seconds: float, initializer: Callable[[], object] | None = None) -> None:
+        self.owner, self.seconds = owner, seconds
+        self.tasks: list[tuple[str, Future[Any]]] = []  # what each makes, and its result
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=initializer)
+
+    def submit(self, subject: str, work: Callable[[], object]) -> None:
+        """Have `work` done after the tasks before it."""
+        self.tasks.append((subject, self._pool.submit(work)))
+
+    def results(self, *, wait: bool = True) -> list[Any]:
+        """Take the results of the tasks that have ended; with `wait` all of them.
+
+        Raises WaitTimeout if one is late, and what the first of them failed with.
+        """
+        for subject, future in self.tasks if wait else ():
+            if wait_for_futures([future], timeout=self.seconds).not_done:
+                raise WaitTimeout(subject, self.owner, self.seconds)
+        results = []
+        for task in [task for task in self.tasks if task[1].done()]:
+            self.tasks.remove(task)
+            results.append(task[1].result(timeout=0))
+        return results
+
+    def close(self) -> list[BaseException]:
+        """Wait for the tasks that are left, up to the first late one. Return what failed."""
+        self._pool.shutdown(wait=False)
+        failures = list[BaseException]()
+        for subject, future in self.tasks:
+            if wait_for_futures([future], timeout=self.seconds).not_done:
+                return [*failures, WaitTimeout(subject, self.owner, self.seconds)]
+            failures += filter(None, [future.exception(timeout=0)])
+        return failures

@@ -7,8 +7,6 @@ and learning rate are functions of the step and the seed), committed by rename. 
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_futures
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +37,7 @@ from prime_rl.transport.commit import (
 from prime_rl.transport.protocol import current_incarnation
 from prime_rl.transport.settings import suggestions
 from prime_rl.transport.weights import hash_directory, version_hash, weights_manifest
-from prime_rl.wait import LEAST_POLL_SECONDS, wait
+from prime_rl.wait import LEAST_POLL_SECONDS, TaskThread, wait
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainingConfig
@@ -100,8 +98,7 @@ class Checkpoints:
         self.base: str | None = None  # hash of the base model
         self.incarnation = 0
         self._timeout = config.dist_timeout
-        self._pending: tuple[Path, Future[None]] | None = None
-        self._reservation: Future[None] | None = None
+        self._saving: Path | None = None  # the state that is being written in the background
         self._closing = False
         self._recovery_due = False  # by the clock, after the present step
         # Of the last save: when it was, and the seconds that it took of the loop and of the thread.
@@ -111,7 +108,7 @@ class Checkpoints:
         self._copy = training_state.HostCopy(world.device)
         # Pinned memory belongs to a thread's current GPU.
         use_device = partial(torch.cuda.set_device, world.device) if world.device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=use_device)
+        self._thread = TaskThread("checkpoint", "the thread that writes it", config.dist_timeout, use_device)
 
     def choose(self, marked_finished: bool = False) -> bool:
         """Decide what to resume from, before anything is loaded or written. Rank 0 hashes it, within `dist_timeout`.
@@ -169,7 +166,7 @@ class Checkpoints:
         if start > 0:
             versions.ensure(start)
         if self.recovery_interval is not None or self._in_background("checkpoint"):
-            self._reservation = self._thread.submit(self._copy.reserve, self._state())
+            self._thread.submit("host memory for checkpoints", partial(self._copy.reserve, self._state()))
         self._start = start
 
     def due(self, step: int) -> Kind | None:
@@ -186,7 +183,7 @@ class Checkpoints:
 
     def holds_up(self, kind: Kind) -> bool:
         """Whether `save` will wait for a disk: what it waits for must not wait for the loop."""
-        return self._pending is not None or not self._in_background(kind)
+        return self._saving is not None or not self._in_background(kind)
 
     def _in_background(self, kind: Kind) -> bool:
         return kind != "checkpoint" or (self.config is not None and self.config.save_async)
@@ -213,12 +210,10 @@ class Checkpoints:
         self.settle()
         final = self._final(progress.step, kind)
         if self._in_background(kind):
-            if self._reservation is not None:  # `take` allocates what is missing, and says why it cannot
-                wait_for_futures([self._reservation], timeout=self._timeout)
             copy = self._copy.take(self._state())
             faults.point(f"saved-copy:step_{progress.step}")
-            saved = self._thread.submit(self._write, copy, progress, final, dependencies_committed)
-            self._pending = final, saved
+            self._saving = final
+            self._thread.submit(subject_of(final), lambda: self._write(copy, progress, final, dependencies_committed))
         else:
             self._write(self._state(), progress, final, dependencies_committed)
         self._saved_at = time.monotonic()
@@ -234,11 +229,11 @@ class Checkpoints:
         Raises what a save failed with, on every rank in the same step. The ranks agree on everything here, in one sum.
         """
         by_clock = self.recovery_interval == "auto"
-        if self._pending is None and not by_clock:
+        if not self._thread.tasks and not by_clock:
             return
-        saved = None if self._pending is None else self._pending[1]
-        failed = saved is not None and saved.done() and saved.exception(timeout=0) is not None
-        idle = all(future is None or future.done() for future in (saved, self._reservation))
+        finished = [task for _, task in self._thread.tasks if task.done()]
+        failed = any(task.exception(timeout=0) is not None for task in finished)
+        idle = len(finished) == len(self._thread.tasks)
         if self._saved_at is None:
             late = step + 1 >= self._start + _FIRST_RECOVERY_STEPS
         else:
@@ -251,15 +246,9 @@ class Checkpoints:
 
     def settle(self) -> None:
         """Wait for the save in the background, at most `dist_timeout`. Raises UserError if it failed or takes longer."""
-        if self._pending is None:
-            return
-        (final, saved), self._pending = self._pending, None
-
-        def result() -> None:
-            wait(saved.done, subject=subject_of(final), owner="the thread that writes it", seconds=self._timeout)
-            saved.result(timeout=0)
-
-        agree(self.world, result)
+        if self._thread.tasks:
+            self._saving = None
+            agree(self.world, self._thread.results)
 
     def finish(self, progress: Progress, stopped: bool = False) -> None:
         """At the end of a run: save the last state, with nothing left under way.
@@ -278,20 +267,14 @@ class Checkpoints:
     def close(self) -> None:
         """Let the thread finish its work, for at most `dist_timeout`, and log what failed."""
         self._copy.closed = self._closing = True
-        self._thread.shutdown(wait=False)
-        if self._pending is None:
-            return
-        (final, saved), self._pending = self._pending, None
-        if wait_for_futures([saved], timeout=self._timeout).not_done:
-            logger.error("{} was not committed: it takes longer than {:.0f} s", subject_of(final), self._timeout)
-        elif (error := saved.exception(timeout=0)) is not None:
-            logger.error("{} was not committed: {}", subject_of(final), str(error) or type(error).__name__)
+        for failure in self._thread.close():
+            logger.error("{}", failure)
 
     def needed(self) -> set[int]:
         """Steps of the checkpoints that are committed or being written, whose weights must stay. Rank 0."""
-        final = None if self._pending is None else self._pending[0]
-        pending = set() if final is None or final.name != PART else {int(final.parent.name.removeprefix("step_"))}
-        return {*checkpoints.steps_with(self.root, PART), *pending}
+        final = self._saving
+        saving = set() if final is None or final.name != PART else {int(final.parent.name.removeprefix("step_"))}
+        return {*checkpoints.steps_with(self.root, PART), *saving}
 
     # ---- what to resume from, on rank 0
 

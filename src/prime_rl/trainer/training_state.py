@@ -6,7 +6,7 @@ of any other. A checkpoint is data, never code.
 """
 
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,11 +65,12 @@ class HostCopy:
         self.closed = False  # nothing more is reserved
 
     def reserve(self, state: State) -> None:
-        """Allocate the buffers beforehand: pinning takes about a second for each GB."""
-        for name, tensor in state.items():
-            if self.closed:
-                return
-            self._buffer(name, tensor.local)
+        """Allocate the buffers beforehand: pinning takes about a second for each GB. `take` says what cannot be."""
+        with suppress(RuntimeError):
+            for name, tensor in state.items():
+                if self.closed:
+                    return
+                self._buffer(name, tensor.local)
 
     def take(self, state: State) -> State:
         """Begin a copy, which is whole after `synchronize`. The next call overwrites it."""

@@ -6,12 +6,9 @@ the trainer's memory (`transport/exchange.py`), and versions that must be durabl
 
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_futures
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from loguru import logger
@@ -36,7 +33,7 @@ from prime_rl.transport.weights import (
     weights_manifest,
     write_base_version,
 )
-from prime_rl.wait import WaitTimeout
+from prime_rl.wait import TaskThread
 
 Times = dict[str, float]  # seconds
 _POLL_SECONDS = 0.02
@@ -66,42 +63,6 @@ def write_version(
         extra = manifest_extra(version, incarnation, tensors, reference=reference)
         stage.commit(step=version, producer="trainer", extra=extra, hashes=file_hashes(tensors))
     return {"host": copied - began, "write": wrote - copied, "commit": time.perf_counter() - wrote}
-
-
-class _Thread:
-    """A background thread that does one task at a time, and the tasks whose results nobody has taken yet."""
-
-    def __init__(self, name: str, owner: str, timeout: float) -> None:
-        self.owner, self.timeout = owner, timeout
-        self.tasks: list[tuple[str, Future[Any]]] = []  # what each makes, and its result
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-
-    def submit(self, subject: str, work: Callable[[], object]) -> None:
-        self.tasks.append((subject, self._pool.submit(work)))
-
-    def results(self, *, wait: bool = True) -> list[Any]:
-        """Take the results of the tasks that have ended; with `wait` all of them.
-
-        Raises WaitTimeout if a task takes longer than `timeout`, and what the first of them failed with.
-        """
-        for subject, future in self.tasks if wait else ():
-            if wait_for_futures([future], timeout=self.timeout).not_done:
-                raise WaitTimeout(subject, self.owner, self.timeout)
-        results = []
-        for task in [task for task in self.tasks if task[1].done()]:
-            self.tasks.remove(task)
-            results.append(task[1].result(timeout=0))
-        return results
-
-    def close(self) -> None:
-        """Wait for the tasks that are left, up to the first late one, and log what failed."""
-        self._pool.shutdown(wait=False)
-        for subject, future in self.tasks:
-            if wait_for_futures([future], timeout=self.timeout).not_done:
-                logger.error("{}", WaitTimeout(subject, self.owner, self.timeout))
-                return
-            if (failure := future.exception(timeout=0)) is not None:
-                logger.error("{}", failure)
 
 
 class WeightPublisher:
@@ -149,8 +110,8 @@ class WeightPublisher:
         self._copied, self._version = Copy(), 0  # the copy, and its version
         self._publisher: Publisher | None = None  # of rank 0
         self._background = background_world(world, timeout)
-        self._committer = _Thread("weights", "the thread that commits it", timeout)  # has one task at most
-        self._disk = _Thread("disk", "the thread that writes and removes them", timeout)
+        self._committer = TaskThread("weights", "the thread that commits it", timeout)  # has one task at most
+        self._disk = TaskThread("disk", "the thread that writes and removes them", timeout)
         self._waited, self._scoring = 0.0, 0.0
 
     # ---- the loop's side
@@ -215,7 +176,7 @@ class WeightPublisher:
         began = time.perf_counter()
         while unless is not None:  # bounded: by the time that a version may take
             tasks, seconds = [*self._committer.tasks, *self._disk.tasks], time.perf_counter() - began
-            if all(gather(self.world, seconds > self._committer.timeout or all(task.done() for _, task in tasks))):
+            if all(gather(self.world, seconds > self._committer.seconds or all(task.done() for _, task in tasks))):
                 break
             if unless():
                 self._waited += time.perf_counter() - began
@@ -238,8 +199,8 @@ class WeightPublisher:
         """Wait for the threads, for at most `timeout` a task, and log what failed."""
         if self._publisher is not None:
             self._publisher.close()
-        self._committer.close()
-        self._disk.close()
+        for failure in [*self._committer.close(), *self._disk.close()]:
+            logger.error("{}", failure)
 
     # ---- in the thread that commits
 

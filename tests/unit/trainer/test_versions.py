@@ -264,12 +264,12 @@ def test_weights_may_change_meanwhile(publisher: WeightPublisher) -> None:
     with torch.no_grad():
         parameter.to_local().add_(1.0)
     assert steps(publisher) == [0]
-    publisher._committer.timeout = 0.05
+    publisher._committer.seconds = 0.05
     for _ in range(2):
         with pytest.raises(UserError, match="no weights/step_1 from the thread that commits it"):
             publisher.publish(2)
     may_go_on.set()
-    publisher._committer.timeout = 60
+    publisher._committer.seconds = 60
     publisher.settle()
     assert steps(publisher) == [0, 1]
     assert torch.equal(load_file(publisher.root / "step_1" / "model.safetensors")[name], at_the_time)
@@ -315,13 +315,13 @@ def test_the_next_version_does_not_wait(four_versions: WeightPublisher, monkeypa
         four_versions.publish(6)
         wait(lambda: 6 in steps(four_versions), subject="weights/step_6", owner="the thread", seconds=60, poll=0.05)
         assert steps(four_versions) == [0, 1, 2, 3, 4, 5, 6]
-        four_versions._disk.timeout = 0.05
+        four_versions._disk.seconds = 0.05
         with pytest.raises(
             UserError, match="no end of removing old versions from the thread that writes and removes them"
         ):
             four_versions.settle()
     finally:
-        four_versions._disk.timeout = 60
+        four_versions._disk.seconds = 60
         may_go_on.set()
     four_versions.finish()
     assert steps(four_versions) == [0, 5, 6]
