@@ -6,7 +6,6 @@ its own rows.
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from threading import Event
 from typing import Any, Self
@@ -19,7 +18,7 @@ from torch import Tensor
 from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import World, agree, sum_over_ranks
 from prime_rl.trainer.router_replay import Chosen, Routers, lay_out
-from prime_rl.wait import WaitTimeout
+from prime_rl.wait import TaskThread
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -258,11 +257,10 @@ class StepSource:
     def __init__(self, world: World, seconds: float) -> None:
         self.world, self.costs = world, Costs()
         self.routers: Routers | None = None  # of a model that replays the engine's choice; set before the first `read`
-        self._seconds = seconds
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
+        self._thread = TaskThread("data", "the thread that prepares it", seconds)
+        self._submitted: int | None = None  # the step that the thread is at
         self._requested = Event()
         self._closed = False
-        self._next: tuple[int, Future[StepData | None]] | None = None
 
     def start(self, costs: Costs, samples: int) -> None:
         """Pack by `costs`, and go on after `samples` samples. Called before the first `read`."""
@@ -288,7 +286,7 @@ class StepSource:
         """Let the thread end when it has finished the step that it is at, if any."""
         self._closed = True
         self._requested.set()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
     def exists(self, step: int) -> bool:
         """Whether this rank sees the step's data. Until it does, the thread polls, at most until the step is read."""
@@ -300,20 +298,17 @@ class StepSource:
 
     def _take(self, step: int) -> StepData:
         self._submit(step)
-        assert self._next is not None
         self._requested.set()
-        prepared = self._next[1]
-        if wait([prepared], timeout=self._seconds).not_done:
-            raise WaitTimeout(f"data of step {step}", "the thread that prepares it", self._seconds)
-        data = prepared.result(timeout=0)
+        data: StepData | None = self._thread.results()[-1]
         assert data is not None, "read after it was closed"
         self._submit(step + 1)
         return data
 
     def _submit(self, step: int) -> None:
-        if self._next is None or self._next[0] != step:
+        if self._submitted != step:
             self._requested.clear()
-            self._next = step, self._thread.submit(self._work, step)
+            self._submitted = step
+            self._thread.submit(f"data of step {step}", lambda: self._work(step))
 
     def _work(self, step: int) -> StepData | None:
         if self.world.device.type == "cuda":  # pinned memory belongs to the thread's current GPU

@@ -98,7 +98,7 @@ def init_world(device: str, timeout: float, replicate: int = 1) -> World:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     here = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     if replicate > 1:
-        mesh = _replicated_mesh(kind, rank, size, replicate, limit)
+        mesh = _replicated_mesh(kind, size, replicate, limit)
     else:  # the device type is named: on a machine with a CUDA build and no GPU, torch would guess "cuda"
         mesh = init_device_mesh(kind, (size,), mesh_dim_names=(SHARD,))
     return World(rank, size, here, mesh, replicas=replicate)
@@ -115,13 +115,11 @@ def background_world(world: World, timeout: float) -> World:
     return replace(world, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
 
 
-def _replicated_mesh(kind: str, rank: int, size: int, replicas: int, limit: timedelta) -> DeviceMesh:
+def _replicated_mesh(kind: str, size: int, replicas: int, limit: timedelta) -> DeviceMesh:
     """Return replicas of consecutive ranks, each sharded. Their groups have the time limit (torch's: the default)."""
     ranks = torch.arange(size).reshape(replicas, -1)
-    groups = []
-    for lines in (ranks.T.tolist(), ranks.tolist()):  # ranks with the same rows, ranks of the same replica
-        made = {tuple(line): dist.new_group(line, timeout=limit) for line in lines}
-        groups.append(next(group for line, group in made.items() if rank in line))
+    lines = ranks.T.tolist(), ranks.tolist()  # ranks with the same rows, ranks of the same replica
+    groups = [dist.new_subgroups_by_enumeration(each, timeout=limit)[0] for each in lines]
     return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
 
 
