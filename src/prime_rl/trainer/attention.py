@@ -115,7 +115,7 @@ def register(backend: str) -> set[Any]:
     Returns:
         The operators whose output selective checkpointing keeps, so that backward does not compute attention again.
     """
-    operator = EXPLICIT if backend == "explicit" else KERNELS.get(backend)
+    operator = KERNELS.get(backend, EXPLICIT)
 
     def packed(
         module: nn.Module,
@@ -137,58 +137,40 @@ def register(backend: str) -> set[Any]:
         assert not dropout, "examined"
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [1, H, T, D] -> [T, H, D]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if operator is None:
+        if backend == "sdpa" and not torch.compiler.is_compiling():  # a graph knows no documents
             assert softcap is s_aux is None, "sdpa has neither"
-            return sdpa(q, k, v, cu_seqlens, max_seqlen, scale, sliding_window)[None], None
+            return sdpa(q, k, v, cu_seqlens, scale, sliding_window)[None], None
         size, value_size = q.shape[-1], v.shape[-1]
-        if size != value_size and backend != "explicit":  # kernels want one size: zeros change neither scores nor sums
+        if size != value_size and operator is not EXPLICIT:  # kernels want one size: zeros change no score and no sum
             q, k, v = (F.pad(x, (0, max(size, value_size) - x.shape[-1])) for x in (q, k, v))
         out = operator(q, k, v, cu_seqlens, max_seqlen, scale, sliding_window, softcap, s_aux)[0]
         return (out if out.shape[-1] == value_size else out[..., :value_size])[None], None
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, packed)
-    if operator is not None:
+    if backend != "sdpa":
         return {getattr(torch.ops.prime_rl, backend).default}
     aten = torch.ops.aten
     return {
+        torch.ops.prime_rl.explicit.default,  # where blocks are compiled
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_flash_attention.default,
     }
 
 
-def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: Tensor, scale: float, window: int | None
-) -> Tensor:
-    """torch's scaled_dot_product_attention on any device.
+def sdpa(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None) -> Tensor:
+    """torch's scaled_dot_product_attention, one document after the other: exact at the boundaries by construction.
 
-    One call per document costs the sum of their squares and is exact at the boundaries by construction. One CPU core at
-    2048 tokens, forward and backward: 32 documents 11 ms against 213 ms with a [T, T] mask, one document 118 against
-    204. The mask is used while tracing, and on a GPU, where the boundaries would have to be read back.
+    Costs the sum of the documents' squares. One CPU core at 2048 tokens, forward and backward: 32 documents 11 ms
+    against 213 ms with a [T, T] mask, one document 118 against 204. On a GPU reading the boundaries waits for it.
     """
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, H, T, D]
-    if torch.compiler.is_compiling() or not cu_seqlens.is_cpu:
-        mask = _document_mask(cu_seqlens, q.shape[2], window)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-    else:
-        lengths = cu_seqlens.diff().tolist()
-        documents = zip(q.split(lengths, 2), k.split(lengths, 2), v.split(lengths, 2), strict=True)
-        out = torch.cat([_one_document(*document, scale, window) for document in documents], dim=2)
-    return out[0].transpose(0, 1).contiguous()  # as from transformers' functions: some models take a view of it
-
-
-def _one_document(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    length = q.shape[2]
-    if window is None or window >= length:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    mask = _document_mask(torch.tensor([0, length], device=q.device), length, window)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-
-
-def _document_mask(cu_seqlens: Tensor, tokens: int, window: int | None) -> Tensor:
-    """[T, T], true where the row's token attends to the column's: same document, not later, and within the window."""
-    at = torch.arange(tokens, device=cu_seqlens.device)
-    document = torch.bucketize(at, cu_seqlens.long(), right=True)
-    distance = at[:, None] - at[None]
-    mask = (document[:, None] == document[None]) & (distance >= 0)
-    return mask if window is None else mask & (distance < window)
+    outs, lengths = [], cu_seqlens.diff().tolist()
+    parts = (x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v))  # [1, H, tokens, D]
+    for length, q, k, v in zip(lengths, *parts, strict=True):
+        mask = None
+        if window is not None and window < length:
+            at = torch.arange(length, device=q.device)
+            mask = (at <= at[:, None]) & (at > at[:, None] - window)
+        outs.append(F.scaled_dot_product_attention(q, k, v, mask, 0.0, mask is None, scale=scale, enable_gqa=True))
+    out = torch.cat(outs, dim=2)[0]
+    return out.transpose(0, 1).contiguous()  # as from transformers' functions: some models take a view of it

@@ -171,7 +171,7 @@ def test_kernels_equal_softmax_written_out(
 ) -> None:
     """Out and gradients, of sinks too, with grouped heads and values smaller than keys: of our own operations, in blocks
     of four rows; of a kernel that knows of no sinks, to which boundaries, scale and window mean what they mean to us; and
-    of sdpa, document by document and with the mask used while compiling."""
+    of sdpa."""
     monkeypatch.setattr(attention_kernels, "EXPLICIT_ROWS", 4)
     *inputs, d_out = qkv(sum(lengths), value_size=6)
     sinks = [torch.linspace(-2, 3, 4, dtype=torch.float64)] if with_sinks else []
@@ -189,10 +189,8 @@ def test_kernels_equal_softmax_written_out(
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)  # the statistics are kept in float32
     if softcap is None and not with_sinks:
-        torch._dynamo.reset()
-        for kernel in (attention.sdpa, torch.compile(attention.sdpa, backend="eager", fullgraph=True)):
-            for a, b in zip(with_gradients(kernel, inputs, d_out, *mask, 0.7, window), want, strict=True):
-                torch.testing.assert_close(a, b)
+        for a, b in zip(with_gradients(attention.sdpa, inputs, d_out, mask[0], 0.7, window), want, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def test_a_kernel_gets_heads_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
