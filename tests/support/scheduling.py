@@ -69,7 +69,7 @@ class World:
             self.limits, stream, progress.step, self.newest, incarnation, self.ledger.record, self.gate
         )
         rollouts = self.directory / "rollouts"
-        restore(self.scheduler, self.ledger, rollouts, progress, stream, self.newest)
+        restore(self.scheduler, self.ledger, rollouts, progress, stream, self.newest, {})
         self.scheduler.begin_incarnation(incarnation, self.incarnations)
         self.check()
 

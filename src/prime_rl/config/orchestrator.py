@@ -253,11 +253,25 @@ class FilterConfig(Section):
     custom: CustomFilter | None = option(None, "A filter of your own.")
 
 
+class CurriculumConfig(Section):
+    """Difficulty pools: tasks are drawn more or less often by the mean reward of their last group."""
+
+    easy: float = option(0.8, "Mean reward from which on a task is easy.")
+    hard: float = option(0.2, "Mean reward up to which a task is hard.")
+    easy_weight: PositiveFloat = option(0.1, "How often an easy task is drawn, next to a new one.")
+    hard_weight: PositiveFloat = option(0.5, "How often a hard one is.")
+
+    def checks(self) -> Checks:
+        message = f"<hard> {self.hard} is not below <easy> {self.easy}: a task would be both"
+        yield conflict(self.hard >= self.easy, message)
+
+
 class TrainingEnv(EnvConfig):
     """An environment that is trained on."""
 
     algorithm: AlgorithmConfig | None = option(None, "Algorithm of it alone (None: that of all).", discriminator="type")
     filters: FilterConfig | None = option(None, "Filters of this environment alone.")
+    curriculum: CurriculumConfig | None = option(None, "Difficulty pools of this environment alone.")
 
 
 class EvalSection(Environments[EnvConfig]):
@@ -289,6 +303,7 @@ class OrchestratorConfig(RecoverableRun, Environments[TrainingEnv]):
     reference: TeacherConfig | None = option(None, "A reference model to score samples, for trainer.loss.kl_coef.")
     filter_zero_advantage: bool = option(True, "Leave out samples whose advantage is exactly zero.")
     filters: FilterConfig = option(FilterConfig, "What else is left out of training.")
+    curriculum: CurriculumConfig | None = option(None, "Draw tasks by difficulty (None: epoch after epoch).")
     max_error_rate: Fraction = option(0.5, "Share of failed episodes beyond which the run stops.")
     rollout_timeout: PositiveFloat = option(300.0, "Seconds that one episode may take.")
     weights_timeout: PositiveFloat = option(3600.0, "Seconds to wait for a version of the weights.")
@@ -343,6 +358,10 @@ class OrchestratorConfig(RecoverableRun, Environments[TrainingEnv]):
     def filters_of(self, env: str) -> FilterConfig:
         """The filters of the environment of that name."""
         return self._named(env).filters or self.filters
+
+    def curriculum_of(self, env: str) -> CurriculumConfig | None:
+        """The difficulty pools of the environment of that name."""
+        return self._named(env).curriculum or self.curriculum
 
     def _named(self, name: str) -> TrainingEnv:
         return next(env for env in self.environments if env.name == name)

@@ -33,6 +33,7 @@ class OrchestratorState:
     seed: int = 0  # the run's
     groups_opened: int = 0  # the position in the task stream
     algorithm: dict[str, Any] = field(default_factory=dict)  # what each environment's algorithm remembers
+    curriculum: dict[str, dict[str, Any]] = field(default_factory=dict)  # difficulty pools by environment, whole
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,7 @@ def read_state(directory: Path) -> OrchestratorState:
         CommitError: it is not committed, or its manifest says nothing of a state that this version knows.
     """
     try:
-        saved = dict(read_manifest(directory).extra["state"])
-        if saved.pop("curriculum", None):  # an earlier release drew tasks by difficulty
-            raise CommitError(
-                f"{directory} has difficulty pools (`curriculum`): resume with the release that wrote them"
-            )
-        return OrchestratorState(**saved)
+        return OrchestratorState(**read_manifest(directory).extra["state"])
     except (KeyError, TypeError) as error:
         raise CommitError(
             f"{directory} has no state of the orchestrator: another version wrote it ({error})"

@@ -15,7 +15,7 @@ it safe on network file systems.
 import itertools
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,7 @@ from prime_rl.orchestrator.scheduler import (
     State,
     Task,
 )
+from prime_rl.orchestrator.tasks import Pools
 from prime_rl.transport.commit import (
     CommitError,
     clean_stages,
@@ -387,6 +388,7 @@ def restore(
     progress: ResumePoint,
     stream: Iterator[Task],
     version: int,
+    pools: Mapping[str, Pools],
 ) -> None:
     """Restore the state of an earlier orchestrator into `scheduler`, and advance `stream` to its position.
 
@@ -395,18 +397,25 @@ def restore(
     Args:
         stream: The task stream from its beginning.
         version: The newest committed version of the current lineage.
+        pools: Difficulty pools of environments as at the beginning of a run; the saved state is loaded into them.
 
     Raises:
         UserError: the ledger's tasks are not the ones that the stream gives.
     """
+    state = progress.state
     for line in ledger.reconcile(read_batches(rollouts), version):
         logger.warning("ledger: {}", line)
-    tasks = list(itertools.islice(stream, max(progress.state.groups_opened, ledger.groups_opened)))
+    # Pools change only at batch commits, so draws after `state` repeat exactly; for draws before it, only the choice of
+    # environment matters.
+    tasks = list(itertools.islice(stream, state.groups_opened))
+    for env in pools.keys() & state.curriculum.keys():
+        pools[env].load(state.curriculum[env])
+    tasks += itertools.islice(stream, max(0, ledger.groups_opened - len(tasks)))
     scheduler.groups_opened = len(tasks)
     groups = ledger.open_groups(scheduler.limits.group_size)
     for group in groups:
         task, drawn = group.task, tasks[group.number]
-        if drawn != task:
+        if (pools[task.env].task(task.index) if task.env in pools else drawn) != task:
             ledger_task = f"group {group.number} is about task {task.task_id} of {task.env}"
             stream_task = f"the environments give {drawn.task_id} of {drawn.env}"
             raise UserError(f"{ledger_task}, but {stream_task}: resume with those that the run began with")

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
@@ -35,10 +36,10 @@ from prime_rl.monitor.limits import LimitWatch
 from prime_rl.monitor.status import TrainerWatch
 from prime_rl.orchestrator.checkpoint import PART, JointCheckpoints, OrchestratorState, resume_point
 from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, restore
-from prime_rl.orchestrator.metrics import Tally, step_metrics
+from prime_rl.orchestrator.metrics import Tally, rewards_of, step_metrics
 from prime_rl.orchestrator.samples import Admission, ScoredBatch, filter_reason, output_tokens, score_batch
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Group, Limits, Scheduler, Start, Task
-from prime_rl.orchestrator.tasks import request_seed, task_stream
+from prime_rl.orchestrator.tasks import Pools, request_seed, task_stream
 from prime_rl.orchestrator.teachers import Teachers
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import CommitError, clean_stages
@@ -87,6 +88,7 @@ class Orchestrator:
         self.checkpoints = JointCheckpoints(config.output_dir, config.ckpt)
         self.limits = LimitWatch(config.output_dir)
         self.ledger: Ledger
+        self.pools: dict[str, Pools]  # by the environments that have difficulty pools
         self.tasks: asyncio.TaskGroup  # of the run; one that fails ends it. Failed episodes are results, not exceptions
         self.started = self.stopping = False
         self.tally = Tally()
@@ -172,8 +174,10 @@ class Orchestrator:
             env.name: [Task(env.name, task.index, task.task_id) for task in self.pool.tasks(env.name)]
             for env in config.environments
         }
+        curricula = {env: curriculum for env in tasks if (curriculum := config.curriculum_of(env)) is not None}
+        self.pools = {env: Pools(tasks[env], curricula[env], f"{config.seed}/{env}") for env in curricula}
         ratios = {env.name: env.ratio for env in config.environments}
-        stream = task_stream(tasks, ratios, config.seed)
+        stream = task_stream(tasks, ratios, config.seed, self.pools)
         # Without a trainer sampling may run ahead of it by the whole run.
         level = config.async_level if config.trainer else config.max_steps or _ENDLESS
         limits = Limits(
@@ -195,7 +199,7 @@ class Orchestrator:
         )
         self.weight_sync.begin(self.scheduler)
         newest = version if published.newest is None else published.newest
-        restore(self.scheduler, self.ledger, self.rollouts_dir, self.progress, stream, newest)
+        restore(self.scheduler, self.ledger, self.rollouts_dir, self.progress, stream, newest, self.pools)
         self.tally.before = self.ledger.counts()
         self.scheduler.begin_incarnation(published.incarnation.number, published.incarnations)
 
@@ -372,15 +376,22 @@ class Orchestrator:
             self._count_idle(now)
         tally, self.tally = self.tally, Tally(counts)  # groups that complete from now on are of the next step
         seconds, self._step_began = now - self._step_began, now
+        groups = sorted([*(group for group, _ in tally.turned_away), *batch.groups], key=lambda group: group.number)
+        for group in groups:
+            if group.finished and (pools := self.pools.get(group.task.env)) is not None:
+                pools.observe(group.task.index, fmean(rewards_of(group)))
         self.admission.empty_batches = 0
         updates, several = self.weight_sync.take_times(), len(self.config.environments) > 1
         metrics = step_metrics(batch, scored, tally, counts, seconds=seconds, updates=updates, several=several)
         metrics["workers/cpu"] = self.pool.busiest
+        for env, pools in self.pools.items():
+            metrics |= {f"curriculum/{env}/pool/{name}": share for name, share in pools.shares().items()}
         if (limit := self.limits.look()) is not None:
             metrics[limit.metric] = limit.share
         self.monitor.log(batch.step, metrics)
         self._algorithm_state = scored.state
-        state = OrchestratorState(batch.step + 1, self.config.seed, opened, scored.state)
+        curriculum = {env: pools.state() for env, pools in self.pools.items()}
+        state = OrchestratorState(batch.step + 1, self.config.seed, opened, scored.state, curriculum)
         extra = batch_extra(batched) | {"state": asdict(state)}
         await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra)
         return metrics

@@ -1,8 +1,5 @@
 """Where the orchestrator goes on: after what is committed, not before and not beyond; and its part of the checkpoints."""
 
-import json
-from contextlib import nullcontext
-
 import pytest
 
 from prime_rl.config import OrchestratorConfig
@@ -75,18 +72,6 @@ def test_after_a_crash_everything_committed_counts(tmp_path):
     progress = resume(tmp_path, None, recover=True)
     assert where(progress) == (6, 60, 0)
     assert progress.recovered
-
-
-@pytest.mark.parametrize("pools", [{}, {"env": {"drawn": 3}}])
-def test_a_run_of_an_earlier_release_that_drew_by_difficulty_is_refused(tmp_path, pools):
-    """Its pools are not dropped silently. One that had none goes on."""
-    commit_batches(tmp_path, 0)
-    manifest = tmp_path / "rollouts" / "step_0" / "manifest.json"
-    table = json.loads(manifest.read_text())
-    table["extra"]["state"]["curriculum"] = pools
-    manifest.write_text(json.dumps(table))
-    with pytest.raises(UserError, match="has difficulty pools") if pools else nullcontext():
-        assert where(resume(tmp_path, None, recover=True)) == (1, 10, 0)
 
 
 def test_a_checkpoint_is_completed_from_the_batch_before_it(tmp_path):

@@ -410,6 +410,7 @@ SERVER, ALONE = {"base_url": "http://teacher"}, {"rollouts_per_example": 1}
         ),
         ({"filters": {"difficulty": {"low": 0.9, "high": 0.1}}}, r"low 0\.9 is not below high 0\.1"),
         ({"filters": {"difficulty": {"low": math.nan}}}, "low"),
+        ({"curriculum": {"hard": 0.9}}, r"hard 0\.9 is not below easy 0\.8"),
         (algorithm("opd"), r"opd needs a teacher: give teacher\.base_url"),
         (algorithm("grpo", teacher=SERVER), "teacher"),
         (algorithm("sft", teacher=SERVER | {"timeout": 3}), "timeout"),

@@ -28,6 +28,7 @@ EVERYTHING = {
     "batch_size": 4, "max_steps": STEPS, "ckpt": {"interval": 2}, "max_error_rate": 1.0,
     "eval": {"interval": 2, "environments": [{"id": "env", "name": "held-out"}]},
     "algorithm": {"type": "rae"},
+    "curriculum": {"easy": 1.0, "hard": -0.5, "easy_weight": 2.0, "hard_weight": 2.0},
     "filters": {"truncated": {}},
 }  # fmt: skip
 
@@ -40,8 +41,8 @@ def _quick_looks(monkeypatch):
 
 class MixedPool(ScriptedPool):
     """What an episode gives is a function of its place, its attempt, its task and the version, and how long it takes of
-    its name: some fail for good, some are worth another attempt, some groups carry no signal, some samples do not
-    fit."""
+    its name: some fail for good, some are worth another attempt, some groups carry no signal, some samples do not fit;
+    there are tasks of all difficulties."""
 
     def tasks(self, env: str) -> list[TaskInfo]:
         return [TaskInfo(f"task-{i}", i) for i in range(12)]
@@ -115,7 +116,7 @@ async def finish(world: World, trainer: "asyncio.Task[None] | None" = None) -> N
 def check(world: World, reference: World | None = None) -> None:
     """Everything that the run directory must say at the end.
 
-    With a reference also which tasks were drawn, and what the algorithm remembers.
+    With a reference also which tasks were drawn, and what pools and algorithm remember.
     """
     run = world.directory
     assert list(audit._ledger(run, STEPS)) == []
@@ -139,18 +140,21 @@ def drawn(world: World) -> list[tuple[int, int, str, int | None]]:
         return db.execute("SELECT number, task_index, state, step FROM groups ORDER BY number").fetchall()
 
 
-def states(world: World) -> list[dict]:
-    """What the algorithm remembers after every step."""
-    return [read_state(world.directory / "rollouts" / f"step_{step}").algorithm for step in range(STEPS)]
+def states(world: World) -> list[tuple[dict, dict]]:
+    """Difficulty pools, and what the algorithm remembers, after every step."""
+    found = [read_state(world.directory / "rollouts" / f"step_{step}") for step in range(STEPS)]
+    return [(one.curriculum, one.algorithm) for one in found]
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> World:
-    """The run that nothing disturbed: a filter leaves samples out."""
+    """The run that nothing disturbed: all pools are drawn from, and a filter leaves samples out."""
     world = make_world(tmp_path_factory.mktemp("reference") / "run")
     asyncio.run(finish(world))
     check(world)
-    assert states(world)[-1]["env"][""]
+    groups = drawn(world)
+    assert len({task for _, task, *_ in groups}) < len(groups)
+    assert states(world)[-1][1]["env"][""]
     rows = read_metrics(world.directory / "metrics" / "orchestrator.jsonl")
     assert sum(row.get("filtered/truncated", 0) for row in rows) > 0
     return world
@@ -191,7 +195,7 @@ async def stop(world: World, seconds: float) -> None:
 async def test_a_synchronous_run_that_is_interrupted_at_random_moments_ends_like_one_that_is_not(
     tmp_path, reference, interrupt
 ):
-    """Ledger, batches, weights, checkpoints and metrics are equal but for times, and so are draws and moving
+    """Ledger, batches, weights, checkpoints and metrics are equal but for times, and so are draws, pools and moving
     averages: whether it is killed, or stopped by Ctrl-C, episodes in flight are started again under their name."""
     world, chance = make_world(tmp_path / "run"), random.Random(1)
     trainer = asyncio.create_task(train(world))
