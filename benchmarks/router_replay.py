@@ -47,7 +47,7 @@ def file_bytes(tokens: int, samples: int = 64) -> dict[str, float]:
                 policy_versions=[0], input_ids=draw.integers(0, 150000, tokens, dtype=np.int32),
                 loss_mask=mask, logprobs=-draw.random(tokens, dtype=np.float32) * mask,
                 advantages=0.5 * mask.astype(np.float32), temperature=1.0, reward=1.0, is_truncated=False,
-                routed_experts=draw.integers(0, EXPERTS, (tokens - 1, LAYERS * K), dtype=np.uint8) if replayed else None,
+                routed_experts=draw.integers(0, EXPERTS, (tokens - 1, LAYERS * K), np.uint8) if replayed else None,
             )
             for number in range(samples)
         ]  # fmt: skip

@@ -31,7 +31,7 @@ hypothesis.settings.load_profile("prime-rl")
 
 # The processes of a test import torch, vLLM and verifiers, which takes twice the time where no bytecode may be kept.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Tiny tensors gain nothing from threads, and each worker of the suite and each process of a test would start one a core.
+# Tiny tensors gain nothing from threads; each worker of the suite and each process of a test would start one a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.dont_write_bytecode = False
 
@@ -68,8 +68,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 class ByPlace(LoadFileScheduling):
-    """What one worker runs, one after the other: a file, and all that start real servers, which share one of them and want
-    a core each. In the order of the folders: what forks this process comes before what runs torch in it, whose threads a
+    """What one worker runs, one after the other: a file, and all that start real servers, which share one and want a
+    core each. In the order of the folders: what forks this process comes before what runs torch in it, whose threads a
     fork does not survive."""
 
     def _split_scope(self, nodeid: str) -> str:
@@ -85,7 +85,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByPlace:
 
 
 def make_tiny_model(directory: Path, *, experts: int = 0, tied: bool = True, seed: int = 0) -> Path:
-    """A random Qwen3 (with `experts`, Qwen3-MoE) of some 100 k parameters with a byte tokenizer and the ChatML template."""
+    """Save a random Qwen3 (`experts`: Qwen3-MoE) of some 100 k parameters with a byte tokenizer and ChatML."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -169,8 +169,8 @@ def launch_server(
     module: str = "prime_rl.entrypoints.inference",
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[InferenceServer]:
-    """`inference @ file` in a process group of its own that dies with this process, whatever way it dies. `module` may stand in for it; `environment`
-    is beside, or in place of, this process's."""
+    """Run `inference @ file` in a process group that dies with this process. `module` may replace it; `environment`
+    adds to, or replaces, this process's variables."""
     from support.processes import Command  # is not there where conftest.py stands alone (test_pytest_lines.py)
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -213,8 +213,8 @@ def wait_healthy(url: str, process: "subprocess.Popen[bytes]", log: Path) -> Non
 
 @pytest.fixture(autouse=True)
 def loguru_in_caplog(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """What is logged is in `caplog`: warnings, or what `caplog.set_level` asks for, but not the waits that a `Status` of an earlier test goes on naming.
-    A set-up that the test made ends with it."""
+    """Log to `caplog`: warnings, or what `caplog.set_level` asks for, but no waits that an earlier test's `Status`
+    still names. A set-up that the test made ends with it."""
     earlier = {thread.ident for thread in threading.enumerate() if thread.name.startswith("heartbeat-")}
 
     def wanted(record: Any) -> bool:
@@ -242,7 +242,7 @@ def tiny_model() -> Path:
 
 @pytest.fixture(scope="session")
 def inference_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
-    """One real vLLM server for the whole session: float32, requests may carry seeds. Call `.reset()` before relying on its weights."""
+    """Start one real vLLM server for the session: float32, seeds allowed. Call `.reset()` to rely on its weights."""
     directory = tmp_path_factory.mktemp("server")
     with launch_server(directory / "server", tiny_model, environment=failing_loads(directory)) as server:
         yield server

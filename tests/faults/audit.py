@@ -1,4 +1,4 @@
-"""What must hold in a run directory once the run has ended, whatever was done to its processes. Reads the directory alone."""
+"""What must hold in a run directory once the run has ended, whatever happened to its processes. Reads nothing else."""
 
 import json
 import sqlite3
@@ -29,7 +29,7 @@ def problems(
     Args:
         kept: Checkpoints that must stand there, complete.
         served: What the engine says it serves (`GET /weights`).
-        interrupted: Whether the run ended in between: a trainer that is asked to stop saves a checkpoint wherever it is.
+        interrupted: Whether the run ended in between: a trainer that is asked to stop saves a checkpoint there.
     """
     return [
         *_batches(run, max_steps),
@@ -42,7 +42,7 @@ def problems(
 
 
 def never_committed(run: Path, served: dict[str, Any]) -> str | None:
-    """What is wrong with the weights that an engine says it serves: a version that stands there has another hash. One that was pruned counts as right."""
+    """Return what is wrong with the weights that an engine says it serves (another hash); None for a pruned version."""
     directory = run / "weights" / f"step_{served['version']}"
     if not directory.is_dir() or served["hash"] == (hashed := weights_manifest(directory).hash):
         return None
@@ -91,7 +91,8 @@ def _weights(run: Path, max_steps: int, served: dict[str, Any]) -> Iterator[str]
             yield f"version {version} of incarnation {manifest.incarnation} was given up and still stands there"
     final = weights_manifest(run / "weights" / f"step_{max_steps}")
     if (served["version"], served["hash"]) != (max_steps, final.hash):
-        yield f"the engine serves version {served['version']} ({served['hash'][:12]}), not {max_steps} ({final.hash[:12]})"
+        served_version = f"version {served['version']} ({served['hash'][:12]})"
+        yield f"the engine serves {served_version}, not {max_steps} ({final.hash[:12]})"
 
 
 def _checkpoints(run: Path, kept: Collection[int], interrupted: bool) -> Iterator[str]:
@@ -117,7 +118,7 @@ def open_ledger(run: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _ledger(run: Path, max_steps: int) -> Iterator[str]:
-    """Read by SQL alone, not by the ledger's own code: every issued episode has one row that says how it ended, and the batches agree."""
+    """Check by SQL alone, without the ledger's code: an episode has one row that says how it ended; batches agree."""
     if not (run / "ledger.sqlite").exists():
         yield "there is no ledger"
         return

@@ -104,7 +104,7 @@ def cell(do: Kind, point: Point) -> Cell:
     """One fault at one point of a synchronous run that is compared with the undisturbed one."""
     settings = {**point.settings, **(STOPPED if do == "stop" else {})}
     fault = Fault(point.name, point.process, do, nth=point.nth, seconds=DELAY_SECONDS if do == "delay" else 0.0)
-    # What fails in an environment or an engine is attempted again, and the ledger says so; a disk that was full is told in the ledger, too.
+    # What fails in an environment or an engine is attempted again, and the ledger says so; so it is with a full disk.
     repeated = point.process in ("environment", "inference") or do == "enospc"
     # A message that says that the environment failed ends its episode for good: another group takes its place.
     replaced = point.process == "environment" and do == "error"
@@ -128,7 +128,7 @@ def _applicable(point: Point) -> tuple[Kind, ...]:
 
 
 def _ahead() -> Iterator[Cell]:
-    """Sampling runs ahead of training: order depends on time, so nothing is compared, but every sample must be trained once."""
+    """Sampling runs ahead of training: order depends on time; nothing is compared, but samples are trained once."""
     for process, name, nth in (
         ("trainer", "renamed:weights/step_2", 1),
         ("trainer", "write:recovery/step_1", 1),
@@ -149,7 +149,7 @@ def _ahead() -> Iterator[Cell]:
 
 
 def _replicas() -> Iterator[Cell]:
-    """One of several servers dies: in an update, at the logprob check after it, in a batch. The others go on, and it comes back."""
+    """One of several servers dies in an update, at the logprob check after it, or in a batch, and comes back."""
     for engines in (2, 3):
         for name, nth in (
             ("update-received:v2", 1),
@@ -159,8 +159,8 @@ def _replicas() -> Iterator[Cell]:
             ("generate", 9),
         ):
             yield Cell(
-                f"kill, {engines} servers", "inference", name, (Fault(name, "inference", "kill", nth=nth),), exact="nothing",
-                engines=engines, settings={"orchestrator": {"max_concurrent": 8}},
+                f"kill, {engines} servers", "inference", name, (Fault(name, "inference", "kill", nth=nth),),
+                exact="nothing", engines=engines, settings={"orchestrator": {"max_concurrent": 8}},
             )  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def _launcher() -> Iterator[Cell]:
 
 
 def _resumed() -> Iterator[Cell]:
-    """A finished run is gone on with from an earlier checkpoint; what lies beyond it is given up. The end must be the same once more."""
+    """A finished run is resumed from an earlier checkpoint, superseding later ones. It must end the same again."""
     for process, name in (
         ("trainer", "incarnation:*"),
         ("trainer", "renamed:incarnations/1.json"),

@@ -1,7 +1,7 @@
 """One cell of the fault matrix: a whole run of `rl` with one thing going wrong in it, and what is found afterwards.
 
-The launcher, the trainer, the orchestrator and the environment worker are the real ones, each a process of its own. The engine is a fake one
-outside of the run, watched and restarted by `EngineKeeper`, or with `engine="vllm"` the real one under the launcher.
+The launcher, the trainer, the orchestrator and the environment worker are the real ones, each a process of its own. The
+engine is a fake one outside of the run, restarted by `EngineKeeper`, or with `engine="vllm"` the launcher's real one.
 """
 
 import json
@@ -44,10 +44,10 @@ class Cell:
 
     Args:
         do, process, point: Its place in the table.
-        faults: What the plan says; empty when the harness itself does the damage (to the `launcher`, once the path `point` is in the run
-            directory), or for an undisturbed run.
-        exact: What must equal the undisturbed run bit for bit: `all`; `training` (weights, tokens and rewards, but attempts may have been
-            repeated, which ledger and error counts show); or nothing, where sampling runs ahead of training and order depends on time.
+        faults: The plan; empty when the harness itself does the damage (to the `launcher`, once the path `point` is in
+            the run directory), or for an undisturbed run.
+        exact: What must equal the undisturbed run bit for bit: `all`; `training` (weights, tokens and rewards, but not
+            attempts, which ledger and error counts show); or nothing: sampling runs ahead, and order depends on time.
         ends: Whether the run goes on by itself, or may end with a clear error, after which `rl --recover` goes on.
         engines: How many fake ones there are.
         resume: Instead of a new run, the undisturbed one is gone on with from this checkpoint.
@@ -104,7 +104,7 @@ def repeated(look: Callable[[], None], seconds: float) -> Iterator[None]:
 
 
 class EngineKeeper:
-    """The supervisor of an engine that does not belong to the run: starts it, and starts it again when it dies or stops."""
+    """Supervise an engine that does not belong to the run: start it, and start it again when it dies or stops."""
 
     def __init__(self, directory: Path, port: int, env: Mapping[str, str], delay: float = 0.02) -> None:
         self.incarnations, self._stopped_since = 0, 0.0
@@ -144,7 +144,7 @@ class EngineKeeper:
 
 
 class ServedWatcher:
-    """Remembers the last answer to "what do you serve?": a server that belongs to the run is gone when the run is over."""
+    """Keep the last answer to "what do you serve?": a server that belongs to the run is gone when the run is over."""
 
     def __init__(self, port: int) -> None:
         self.last: dict[str, Any] = {"version": None, "hash": ""}

@@ -1,4 +1,4 @@
-"""Tortures of the commit protocol: a writer dies, tears its file or finds the disk full at every point; what stands afterwards is whole.
+"""Tortures of the commit protocol: a writer dies, tears its file or finds the disk full anywhere; what stands is whole.
 
 The writers are forked from this process, so that a hundred deaths take seconds.
 """
@@ -25,7 +25,7 @@ KILLED = -signal.SIGKILL
 
 @pytest.fixture
 def live(tmp_path: Path) -> Callable[..., int]:
-    """Run a writer in a forked process under planned faults; its exit status: 0, 3 for a `UserError`, -9 where it was killed."""
+    """Run a forked writer under planned faults; its exit status: 0, 3 for a `UserError`, -9 where it was killed."""
     plans = tmp_path / "plans"
     plans.mkdir()
     incarnations = iter(range(1000))

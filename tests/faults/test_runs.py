@@ -1,4 +1,4 @@
-"""The fast part of the fault matrix, on every commit: whole runs with several things going wrong in each (`scripts/fault_matrix.py` has all).
+"""The fast part of the fault matrix, on every commit: whole runs with several faults each.
 
 The runs go two at a time, which is what two cores can do; a test waits for its own.
 """
@@ -29,7 +29,8 @@ CELLS = {
         settings=STOPPED,
     ),
     "weights from memory": Cell(
-        "kill", "trainer, inference", "several", on("trainer", "renamed:weights/step_3") + on("inference", "update-loaded:v2"),
+        "kill", "trainer, inference", "several",
+        on("trainer", "renamed:weights/step_3") + on("inference", "update-loaded:v2"),
         exact="training", settings=PUBLISHED,
     ),
     "disk full": Cell(
@@ -66,7 +67,7 @@ def test_an_undisturbed_run_ends_right(runs):
 
 @pytest.mark.parametrize("name", CELLS)
 def test_a_disturbed_run_ends_right(runs, name):
-    """Exit status, exactly-once, conservation, checkpoints, what is served; and, where order does not depend on time, the same bits."""
+    """Exit status, exactly-once, conservation, checkpoints, what is served; where order is fixed, the same bits."""
     result = runs[name].result()
     assert not result.problems, "\n".join(result.problems)
     assert result.outcome == ("ended, then recovered" if CELLS[name].ends == "ends" else "went on")

@@ -26,7 +26,7 @@ def world() -> Iterator[World]:
 
 @pytest.fixture
 def vllm_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the package is not installed, what vLLM finds its routes by; and no kernel that is compiled at the start."""
+    """Where the package is not installed, let vLLM find its routes; and compile no kernel at the start."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     from package import plugin_path
 

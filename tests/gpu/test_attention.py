@@ -97,8 +97,7 @@ def test_changed_scores(backend: str, changed: str) -> None:
 
 
 def test_compiled_blocks_serve_every_pack(backend: str) -> None:
-    """A block is compiled for the first number of tokens and once more for all others, whatever the documents. The
-    numbers are those of the float32 model with `sdpa`."""
+    """A block compiles for the first number of tokens and once more, for any documents. Numbers: float32's `sdpa`."""
     packs = [(512,), (100, 1, 411), (8,) * 64, (300, 212), (500, *(1,) * 12), (384,), (200, 184), (640,), (1,) * 640]
     shape = {"size": 256, "head_dim": HEAD_DIM, "vocabulary": 512}
     settings = {**shape, "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}

@@ -19,8 +19,7 @@ Head = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @pytest.fixture(scope="module")
 def random_head() -> tuple[Tensor, Tensor]:
-    """Hidden states [1000, 1024] and weight [V, 1024] whose logits have variance 1, drawn on the CPU: the same numbers
-    everywhere."""
+    """Hidden states [1000, 1024] and weight [V, 1024], drawn on the CPU, whose logits have variance 1."""
     draw = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(1000, 1024, generator=draw), torch.randn(VOCABULARY, 1024, generator=draw) / 32
     return hidden.to(GPU), weight.to(GPU)
@@ -43,8 +42,7 @@ def inputs(random_head: tuple[Tensor, Tensor], tokens: int, dtype: torch.dtype =
 
 
 def ratio_and_entropy(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:
-    """A policy gradient with an entropy bonus and without a clip, which a rounding error could switch for a whole
-    token."""
+    """A policy gradient with an entropy bonus, without a clip, which rounding could switch for a whole token."""
     loss = -(((logprob - streams[1]).exp() * streams[2] + 0.1 * entropy) * streams[4]).sum()
     return loss, torch.cat([loss.detach()[None], loss.new_zeros(lm_head.MAXIMA)])
 

@@ -1,4 +1,4 @@
-"""The RL trainer's loop on a GPU: the host does not wait, nothing is compiled again, versions are what was trained, a resumed run goes on as it was."""
+"""The RL trainer's loop on a GPU: no waits of the host, no recompiles, right versions, a resumed run that goes on."""
 
 import signal
 import warnings
@@ -81,7 +81,8 @@ def version(output_dir: Path, number: int) -> dict[str, Tensor]:
 
 
 class Watch:
-    """What a run does: graphs compiled and waits for the device until each step begins, and the weights after each update, cloned on the device without waiting for it."""
+    """What a run does: graphs compiled and waits for the device until each step begins, and the weights after each
+    update, cloned on the device without waiting for it."""
 
     def __init__(self, patch: pytest.MonkeyPatch, caught: list[warnings.WarningMessage]) -> None:
         self.graphs: list[int] = []
@@ -139,7 +140,7 @@ def test_nothing_is_compiled_again(whole: tuple[Path, Watch]) -> None:
 
 
 def test_versions_are_what_was_trained(whole: tuple[Path, Watch]) -> None:
-    """Every version verifies and holds the bytes of the weights after its step, though the next step was under way while they were copied."""
+    """Every version holds the bytes of the weights after its step, copied while the next step was under way."""
     output_dir, watch = whole
     assert list_steps(output_dir / "weights") == list(range(STEPS + 1))
     for step, weights in enumerate(watch.weights):
@@ -151,7 +152,7 @@ def test_versions_are_what_was_trained(whole: tuple[Path, Watch]) -> None:
 def test_a_saved_state_is_that_of_its_step(
     run_training: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is copied for a checkpoint beside the next step is copied before that step changes it, however long copying takes."""
+    """What is copied for a checkpoint beside the next step is copied before that step changes it, however slowly."""
     take = HostCopy.take
 
     def slow(copies: HostCopy, state: State) -> State:

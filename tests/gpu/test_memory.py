@@ -76,9 +76,9 @@ def measured(source: Source, world: World, **settings: object) -> tuple[float, R
 
 @pytest.mark.parametrize("reshard", [False, True])
 def test_estimate_of_every_level(reshard: bool, source: Source, world: World) -> None:
-    """What is allocated at most is within 10 % of the estimate; no level changes a number. Where weights stay, no level takes more than the one before
-    (else the peak of four layers is that of the last one's backward, which computes the more again), within 1 %: `full` saves four layers less than that
-    beside `attention`, and what the policy before left may be freed while this one is measured."""
+    """The peak allocation is within 10 % of the estimate; no level changes a number. Where weights stay, no level takes
+    over 1 % more than the one before (else the peak of four layers is that of the last one's backward, which recomputes
+    the more): `full` saves too little here, and what the last policy left may be freed while this one is measured."""
     peaks, results = [], []
     for level in LEVELS:
         peak, result, plan, _ = measured(
@@ -102,7 +102,7 @@ def test_estimate_of_every_level(reshard: bool, source: Source, world: World) ->
 
 
 def assert_near(a: Results, b: Results) -> None:
-    """Equal but for bfloat16: what is computed again may be rounded at other places, and attention's backward adds in any order."""
+    """Equal but for bfloat16: what is recomputed may be rounded elsewhere; attention's backward adds in any order."""
     for (loss, norm), (expected_loss, expected_norm) in zip(a, b, strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-3)
         assert norm == pytest.approx(expected_norm, rel=5e-3)
@@ -112,7 +112,7 @@ def assert_near(a: Results, b: Results) -> None:
 def test_offload_changes_no_number_and_frees(
     level: str, source: Source, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loss and gradient norm of two steps; the peak falls (where it is not that of a single block), and the host's memory goes round."""
+    """Loss and gradient norm of two steps; the peak falls (unless it is a single block's); host memory is reused."""
     for module in (activations, memory):
         monkeypatch.setattr(module, "LAG", 1)  # else none of four layers would offload
     kept, expected, _, _ = measured(source, world, activation_checkpointing=level, activation_offload=False)

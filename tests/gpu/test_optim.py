@@ -1,4 +1,4 @@
-"""Optimizers on the GPU: states that come from host memory and go back beside the updates, checkpoints, Muon in bfloat16."""
+"""Optimizers on the GPU: states that come from host memory and return beside updates, checkpoints, Muon in bfloat16."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ CONFIGS = [AdamW(lr=1e-2), Muon(lr=1e-2)]
 
 
 def toy_with_gradients(steps: int) -> tuple[nn.Module, list[list[Tensor]]]:
-    """A model of 10 M parameters and gradients on the GPU, so that steps follow one another without waiting for the host."""
+    """Return 10 M parameters with gradients on the GPU, so that steps follow one another without the host waiting."""
     model = support.make_toy(512).to(GPU)
     generator = torch.Generator(GPU).manual_seed(0)
     return model, [
@@ -25,8 +25,7 @@ def toy_with_gradients(steps: int) -> tuple[nn.Module, list[list[Tensor]]]:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["adamw", "muon"])
 def test_offload_changes_no_bit(config: OptimConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five steps, one right after the other, in many more chunks than are under way at a time; the states
-    lie in pinned host memory."""
+    """Five consecutive steps, in many more chunks than are under way at a time; states are in pinned host memory."""
     monkeypatch.setattr(optim, "CHUNK", 1 << 17)
     monkeypatch.setattr(optim, "_TOGETHER", 1 << 18)
     results = []
@@ -47,7 +46,7 @@ def test_offload_changes_no_bit(config: OptimConfig, monkeypatch: pytest.MonkeyP
 
 
 def test_muon_in_bfloat16_goes_where_float32_goes() -> None:
-    """Hidden matrices and experts move in the direction that a CPU finds in float32, as far; what AdamW updates moves as there."""
+    """Hidden matrices and experts move as far and in the direction as on a CPU in float32; AdamW's as there."""
     moved = []
     for device in (torch.device("cpu"), GPU):
         model = support.make_toy(128).to(device)

@@ -1,5 +1,4 @@
-"""On GPUs: several ranks train as one does, and experts compute in groups what a float32 loop over them computes,
-without a wait."""
+"""On GPUs: several ranks train as one does; grouped experts equal a float32 loop over them, without a wait."""
 
 import copy
 import json
@@ -69,8 +68,7 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("kind", ["filesystem", "memory"])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=TWO)])
 def test_versions_are_what_the_ranks_trained(ranks: int, kind: str, tmp_path: Path) -> None:
-    """What `tests/unit/trainer/test_versions.py` shows of ranks on a CPU, out of pinned buffers: a version is the
-    weights at the time they were copied, though they change at once."""
+    """As `tests/unit/trainer/test_versions.py`, from pinned buffers: a version is the weights when they were copied."""
     model = make_tiny_model(tmp_path / "model", experts=3)
     run = {"ranks": ranks, "kind": kind, "model": str(model), "root": str(tmp_path), "replicas": 1, "device": "cuda"}
     env = {"PYTHONPATH": f"{REPOSITORY / 'tests'}:{os.environ.get('PYTHONPATH', '')}", "NCCL_NVLS_ENABLE": "0"}

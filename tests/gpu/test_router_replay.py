@@ -1,5 +1,5 @@
-"""Router replay against a real engine: what vLLM says that it chose is what it computed with, over turns, cached prefixes and an
-update in flight. One server (60 to 130 s on an H100). Needs vLLM's CUDA build."""
+"""Router replay against a real engine: what vLLM says it chose is what it computed with, over turns, cached prefixes
+and an update in flight. One server (60 to 130 s on an H100). Needs vLLM's CUDA build."""
 
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,9 @@ def make_model(directory: Path) -> Path:
 
 
 def test_the_trainer_computes_with_the_engines_experts(tmp_path: Path, world: World) -> None:
-    """Contract: with replay the trainer's log-probabilities are the engine's up to the noise of kernels, in a second turn and a
-    branch, too; without, a token that noise sends to another expert is further off. A request that an update interrupts has
-    the experts of all its tokens."""
+    """Contract: with replay the trainer's log-probabilities are the engine's up to kernels' noise, in a second turn and
+    a branch, too; without, a token that noise sends to another expert is further off. A request that an update
+    interrupts has the experts of all its tokens."""
     model, draw = make_model(tmp_path / "model"), np.random.default_rng(0)
     settings = {
         "gpu_memory_utilization": 0.4, "max_model_len": 512, "router_replay": True,

@@ -1,6 +1,6 @@
-"""Forms of serving that only GPUs show: quantized engines follow versions in bfloat16, and ranks that share a model agree with one that has it all.
+"""Forms of serving that only GPUs show: quantized engines follow bfloat16 versions; ranks that share a model agree.
 
-Each test starts two servers at the same time (60 to 90 s on an H200). Needs vLLM's CUDA build; `prime_rl` may be on PYTHONPATH only.
+Each test starts two servers at once (60 to 90 s on an H200). Needs vLLM's CUDA build; PYTHONPATH is enough for us.
 """
 
 import shutil
@@ -116,8 +116,8 @@ def check_close(one: torch.Tensor, other: torch.Tensor, mean: float, most: float
 
 @pytest.mark.parametrize("experts", [0, 8])
 def test_a_quantized_server_follows_versions_in_bfloat16(tmp_path: Path, servers: Any, experts: int) -> None:
-    """Contract: vLLM quantizes what it is given at every load as it does at the start: after an update from a directory in bfloat16 a server computes
-    what one computes that was started on these weights, close to what they are unquantized; given the base again it computes what it did at first."""
+    """Contract: vLLM quantizes every load as at the start: updated from a directory in bfloat16 a server computes
+    what one started on these weights does, near the unquantized numbers; given the base again, what it did at first."""
     base, other = make_model(tmp_path / "base", 0, experts), make_model(tmp_path / "other", 1, experts)
     updated, fresh = servers((base, {"quantization": "fp8"}), (other, {"quantization": "fp8"}))
     before, expected = score(updated), reference(other)
@@ -132,8 +132,8 @@ def test_a_quantized_server_follows_versions_in_bfloat16(tmp_path: Path, servers
 
 @two_gpus
 def test_two_ranks_compute_what_one_does(tmp_path: Path, servers: Any) -> None:
-    """Contract: where each layer is shared by two GPUs, each takes its part of a version: both servers agree within noise, before, after the first
-    version, which vLLM's weight loaders load, and after the next one, which recorded copies load."""
+    """Contract: where two GPUs share each layer, each takes its part of a version: both servers agree within noise:
+    before, after the first version, which vLLM's loaders load, and after the next one, which recorded copies load."""
     base, *others = (make_model(tmp_path / f"model-{seed}", seed) for seed in range(3))
     one, two = servers((base, {}), (base, {"tensor_parallel_size": 2}))
     check_close(score(two), score(one), NOISE_MEAN, NOISE_MOST)

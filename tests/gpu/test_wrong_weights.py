@@ -1,6 +1,6 @@
-"""Mutations of the weights on their way into an engine that serves bfloat16 on a GPU: what its wider tolerance still finds, and what it does not.
+"""Mutations of the weights on their way into a bfloat16 engine on a GPU: what its wider tolerance finds, and what not.
 
-On a CPU, with the loader's own code taken away too: tests/integration/test_wrong_weights.py. One server for all, a minute on an H200.
+On a CPU, with the loader's code removed too: tests/integration/test_wrong_weights.py. One server, a minute on an H200.
 """
 
 from collections.abc import Callable

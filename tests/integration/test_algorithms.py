@@ -17,8 +17,8 @@ EXAMPLES = sorted((REPOSITORY / "examples" / "algorithms").glob("*.toml"))
 
 
 def test_all_kinds_in_one_run(inference_server, tmp_path):
-    """Environments by reward, from a teacher, from oneself and from a frozen model feed their own components of one batch; a loss of whole
-    sequences with a reference model trains on it. Teacher, reference and sampler are the one server here: what is tested is the way."""
+    """Environments by reward, from a teacher, from oneself and from a frozen model feed their parts of one batch; a
+    loss of sequences with a reference model trains on it. One server is all models here: the way is what is tested."""
     inference_server.reset()
     run = Path(tempfile.mkdtemp(prefix="run-", dir=inference_server.weights_root))
     url = inference_server.base_url
@@ -67,14 +67,15 @@ def test_all_kinds_in_one_run(inference_server, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=[path.stem for path in EXAMPLES])
 def test_every_example_runs(example, inference_server, tmp_path):
-    """Contract: the configs of examples/algorithms run on a CPU as they are shipped, but for addresses and size. Teachers are the server itself."""
+    """Contract: the configs of examples/algorithms run on a CPU as shipped, but for addresses and size; one server."""
     inference_server.reset()
     run = Path(tempfile.mkdtemp(prefix=f"{example.stem}-", dir=inference_server.weights_root))
     base = tmp_path / "base.toml"
     base.write_text(
-        f'seq_len = 256\nmax_steps = 2\ndevice = "cpu"\n[model]\nname = "{inference_server.model}"\n[trainer.weights]\ndtype = "float32"\n'
-        "[orchestrator]\nbatch_size = 32\nrollouts_per_example = 8\n[orchestrator.sampling]\nmax_tokens = 32\n"
-        f'[orchestrator.client]\nbase_url = "{inference_server.base_url}"\n[orchestrator.environment]\nid = "reverse-text"\n'
+        f'seq_len = 256\nmax_steps = 2\ndevice = "cpu"\n[model]\nname = "{inference_server.model}"\n'
+        '[trainer.weights]\ndtype = "float32"\n[orchestrator]\nbatch_size = 32\nrollouts_per_example = 8\n'
+        f'[orchestrator.sampling]\nmax_tokens = 32\n[orchestrator.client]\nbase_url = "{inference_server.base_url}"\n'
+        '[orchestrator.environment]\nid = "reverse-text"\n'
     )
     text = example.read_text().replace("http://localhost:8101", inference_server.base_url)
     (tmp_path / "example.toml").write_text(text)

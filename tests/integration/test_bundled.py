@@ -1,4 +1,4 @@
-"""The bundled packages, as a worker hosts them, against a scripted engine that plays them well, badly, and not at all."""
+"""The bundled packages, as a worker hosts them, against a scripted engine that plays well, badly, or not at all."""
 
 import json
 from collections.abc import AsyncIterator, Callable
@@ -98,7 +98,7 @@ def _cheat(prompt: str) -> str:
 async def test_poker(
     world: World, task: int, reply: Callable[[str], str], turns: dict[str, list[int]], chips: float
 ) -> None:
-    """Each seat gets its own chips, won or lost, with its own tokens, whichever acts first; a player sees its own card alone."""
+    """Each seat gets its own chips with its own tokens, whichever acts first; a player sees only its own card."""
     result = await world.play("kuhn-poker", task, reply)
     assert result.ok, result.message
     deal, exchanges = DEALS[task], world.engine.exchanges
@@ -112,7 +112,7 @@ async def test_poker(
 
 
 async def test_calculating(world: World) -> None:
-    """The tool's definition reaches the prompt, its result the next one; the right number earns everything; one exact sample."""
+    """The tool's definition reaches the prompt, its result the next; the right number earns all; one exact sample."""
     problem = word_problems("train", 4)[3]
     told: list[str] = []
 

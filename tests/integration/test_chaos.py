@@ -1,7 +1,7 @@
-"""Chaos: workers are killed, stopped, hang and return rubbish while a run trains. It reaches its end, and every episode is accounted for.
+"""Chaos: workers are killed, stopped, hang and return rubbish while a run trains. It ends; no episode is lost.
 
-Real are the orchestrator, its ledger and batches, the pool, and the worker processes; scripted are the trainer, the engine and what the
-environments do (`support/stub_worker.py`). Which episode does what is a draw over its name, when workers are killed is one, too.
+Real are the orchestrator, its ledger and batches, the pool, and the workers; scripted are the trainer, the engine and
+what environments do (`support/stub_worker.py`). An episode's deed is a draw over its name, a worker's end one, too.
 """
 
 import asyncio
@@ -49,7 +49,8 @@ def environments(directory: Path, seed: int) -> list[dict[str, Any]]:
     return [
         {
             "id": "stub", "name": name, "python": str(stub_python(directory)), "max_workers": 2, "max_concurrent": 4,
-            "args": {"deeds": deeds, "chance": chance, "seed": seed, "seconds": 0.05, "hang": 3.0, "directory": str(directory)},
+            "args": {"deeds": deeds, "chance": chance, "seed": seed, "seconds": 0.05, "hang": 3.0,
+                     "directory": str(directory)},
         }
         for name, (deeds, chance) in shares.items()
     ]  # fmt: skip
@@ -75,8 +76,8 @@ async def endure(directory: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int
     monkeypatch.setattr(pool_module, "MAX_DEATHS", 20)  # of which two thirds are ours
     monkeypatch.setattr(pool_module, "GRACE_SECONDS", 2.0)
     world = World(
-        directory / "run", environment=None, environments=environments(directory, seed), batch_size=12, rollouts_per_example=2, async_level=1,
-        max_steps=steps, max_error_rate=1.0, rollout_timeout=5.0, seed=seed,
+        directory / "run", environment=None, environments=environments(directory, seed), batch_size=12,
+        rollouts_per_example=2, async_level=1, max_steps=steps, max_error_rate=1.0, rollout_timeout=5.0, seed=seed,
     )  # fmt: skip
     pool = Witness(
         world.config.environments, model="none", base_url=world.engine.root, api_key=None, output_dir=world.directory

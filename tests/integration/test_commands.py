@@ -1,4 +1,4 @@
-"""Contract: every line of PRIME-RL's READMEs does what commands.md beside it says. What `runs` says is in test_commands_run.py."""
+"""Contract: every line of PRIME-RL's READMEs does what commands.md says. (What `runs` says: test_commands_run.py.)"""
 
 import re
 import shutil
@@ -44,7 +44,7 @@ TORCHRUN = re.compile(r" torchrun (.*?) src/prime_rl/trainer/(rl|sft)/train.py")
 
 
 def on_one_rank(line: str) -> str:
-    """Return the line with the script of torchrun as its command: two ranks are started in test_sft.py and test_trainer.py."""
+    """Return the line with torchrun's script as its command: test_sft.py and test_trainer.py start two ranks."""
     return TORCHRUN.sub(lambda found: " trainer" if found[2] == "rl" else " sft", line)
 
 
@@ -59,7 +59,7 @@ def test_torchrun_accepts_its_options() -> None:
 
 @pytest.mark.parametrize("row", {on_one_rank(row.line): row for row in rows_of("plans", "hint")}.values(), ids=str)
 def test_planned(row: Row, checkout: Path, request: pytest.FixtureRequest) -> None:
-    """Pasted with `--dry-run` the line is accepted, writes its resolved configuration, and says what the page promises."""
+    """Pasted with `--dry-run` the line is accepted, writes its configuration, and says what the page promises."""
     if "outputs/weights" in row.line:
         (checkout / "outputs").mkdir()
         shutil.copytree(request.getfixturevalue("versions"), checkout / "outputs" / "weights")

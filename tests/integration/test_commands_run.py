@@ -1,4 +1,4 @@
-"""Contract: the lines that commands.md says run, run to their end when pasted: on a CPU, with the bundled model and small numbers."""
+"""Contract: the lines that commands.md says run, run to their end when pasted: on a CPU, small model, small numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ SECONDS = 400.0
 MODEL = ["--model.name", "assets/tiny-reverse"]
 TRAINER = [*MODEL, "--device", "cpu", "--max-steps", 2, "--seq-len", 256]
 ORCHESTRATOR = [
-    *MODEL, "--max-steps", 2, "--seq-len", 256, "--batch-size", 8, "--rollouts-per-example", 4, "--sampling.max-tokens", 24,
-    "--no-filter-zero-advantage", "--eval.num-examples", 4,
+    *MODEL, "--max-steps", 2, "--seq-len", 256, "--batch-size", 8, "--rollouts-per-example", 4,
+    "--sampling.max-tokens", 24, "--no-filter-zero-advantage", "--eval.num-examples", 4,
 ]  # fmt: skip
 SERVER = [*MODEL, "--device", "cpu", "--max-model-len", 256, "--fork-engine"]
 RL = [
@@ -56,12 +56,14 @@ BY_HAND = (
 )
 EVAL_VERSIONS = "uv run eval --model.name Qwen/Qwen3-0.6B --weights-dir outputs/weights"
 RESUME = (
-    "uv run rl --trainer @ configs/reverse_text/train.toml --orchestrator @ configs/reverse_text/orch.toml --ckpt.resume-step 10 "
-    "--trainer.monitor.wandb.id trainer-run-id --orchestrator.monitor.wandb.id orchestrator-run-id"
+    "uv run rl --trainer @ configs/reverse_text/train.toml --orchestrator @ configs/reverse_text/orch.toml "
+    "--ckpt.resume-step 10 --trainer.monitor.wandb.id trainer-run-id "
+    "--orchestrator.monitor.wandb.id orchestrator-run-id"
 )
 BENCH = "uv run orchestrator @ configs/reverse_text/orch.toml --bench"
 SERVED = {
-    WHOLE, DEBUG_SERVER, DEBUG_ORCHESTRATOR, DEBUG_EVAL, OWN_SERVER, WITH_OWN_SERVER, *BY_HAND, EVAL_VERSIONS, RESUME, BENCH,
+    WHOLE, DEBUG_SERVER, DEBUG_ORCHESTRATOR, DEBUG_EVAL, OWN_SERVER, WITH_OWN_SERVER, *BY_HAND, EVAL_VERSIONS, RESUME,
+    BENCH,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Several engines behind one address (`data_parallel_size`), for real: what the server says it serves, each of them computes."""
+"""Several engines behind one address (`data_parallel_size`), for real: each computes what the server says it serves."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,8 +44,8 @@ def check_engines(server: InferenceServer, prompt: list[int], weights: Path) -> 
 
 @pytest.mark.slow
 def test_every_engine_follows_updates(start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int]) -> None:
-    """Contract: every engine loads a version before the server says that it serves it, with requests in flight on all of them; where one of them
-    fails to load, none is said to serve; the next attempt succeeds."""
+    """Contract: every engine loads a version before the server says that it serves it, with requests in flight on all;
+    where one of them fails to load, none is said to serve; the next attempt succeeds."""
     settings = {"data_parallel_size": ENGINES, **LEAN}
     server = start_server(make_tiny_model(tmp_path / "model"), settings, environment=failing_loads(tmp_path))
     assert served(server)["engines"] == ENGINES

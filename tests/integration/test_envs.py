@@ -30,8 +30,8 @@ def _reset(world: PoolWorld) -> None:
 
 
 async def test_an_episode_is_what_the_engine_gave(world: PoolWorld) -> None:
-    """The prompt is the model's own template of the task; prompt ids as sent, sampled ids and logprobs as answered, bit for bit; sampling and policy
-    version as asked; ids echoed, the reward the environment's, prompt and answer readable."""
+    """The prompt is the model's own template of the task; prompt ids as sent, sampled ids and logprobs as answered, bit
+    for bit; sampling and version as asked; ids echoed, the environment's reward, prompt and answer readable."""
     text = world.pool.tasks("reverse-text")[1].task_id.removeprefix("reverse-text/")
     world.engine.reply = lambda prompt: f"<reversed_text>{text[::-1]}</reversed_text>"
     result = await world.run("reverse-text", task=1, seed=42, min_tokens=None)
@@ -64,7 +64,7 @@ async def test_engine_errors(world: PoolWorld, status: int, outcome: str) -> Non
 
 
 async def test_deadline_and_cancellation(world: PoolWorld) -> None:
-    """An episode past its deadline is a timeout; where it ends so, or because its call is cancelled, its engine request is given up. The worker goes on."""
+    """An episode past its deadline is a timeout. Then, or if its call is cancelled, its request is dropped."""
     world.engine.delay = 300.0
     assert (await world.run("reverse-text", seconds=1.0)).outcome is Outcome.TIMEOUT
     await until(lambda: world.engine.running == 0)

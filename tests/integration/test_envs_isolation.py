@@ -67,8 +67,7 @@ def pids(pool: EnvPool) -> set[int]:
 
 
 async def test_workers_are_added_while_episodes_wait(tmp_path: Path) -> None:
-    """As many as fit are run by the workers there are; more than that start others, up to `max_workers`, which get what
-    waits."""
+    """The workers there are run as many as fit; more than that start others, up to `max_workers`."""
     env = stub(tmp_path, {"slow": 1000.0}, max_concurrent=2, max_workers=3)
     async with serving(tmp_path, env) as pool:
         stubs = pool.sets["stub"]
@@ -85,8 +84,7 @@ async def test_workers_are_added_while_episodes_wait(tmp_path: Path) -> None:
 
 
 async def test_workers_follow_their_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the workers are busy and there are more cores than workers, more start, though slots are free; what is not
-    needed any more ends, its episodes first."""
+    """Busy workers and idle cores: more start though slots are free; workers not needed end after their episodes."""
     monkeypatch.setattr(pool_module, "cores", lambda: 4)
     monkeypatch.setattr(pool_module, "IDLE_SECONDS", 0.5)
     env = stub(tmp_path, {"blocks": 0.05, "slow": 3.0}, max_concurrent=64, max_workers=3)
@@ -106,8 +104,7 @@ async def test_workers_follow_their_load(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 async def test_the_queue_for_a_full_worker(tmp_path: Path) -> None:
-    """Nobody is overtaken. The wait takes none of an episode's time: together these take longer than one of them
-    may."""
+    """Nobody is overtaken. The wait takes none of an episode's time: together these take longer than one may."""
     async with serving(tmp_path, stub(tmp_path, {"seconds": 0.15}, max_concurrent=1)) as pool:
         order: list[int] = []
 
@@ -206,8 +203,7 @@ async def two(pool: EnvPool, directory: Path, deed: str) -> tuple[EpisodeResult,
 
 
 async def test_what_is_its_own_alone(tmp_path: Path) -> None:
-    """It costs the episode its result at most; its worker goes on with the others. Results that are none are said to be
-    none."""
+    """It costs the episode its result at most; its worker goes on with the others. What is no result is named."""
     async with serving(tmp_path, stub(tmp_path, {"slow": 0.3})) as pool:
         (worker,) = workers = pids(pool)
         own, offered = (int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in ("self", worker))
@@ -251,8 +247,7 @@ async def test_deadline_holds_when_the_worker_is_blocked(tmp_path: Path) -> None
 
 
 async def test_every_fault_of_a_worker_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed with a result in hand; a result lost, doubled or failed: each costs its own episode at most, is counted
-    once, and the next episode runs."""
+    """Killed with a result in hand; a result lost, doubled or failed: one episode lost at most, counted once."""
     # The nth match of a point meets its nth fault.
     deeds = ("kill", "drop", "duplicate", "error")
     plan = [{"point": "result:stub", "process": "environment", "do": deed} for deed in deeds]

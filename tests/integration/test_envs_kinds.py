@@ -33,8 +33,7 @@ def classic(python: str, name: str = "reverse-classic", **args: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The interpreter that the guide's lines make. Skips where uv reaches no package index and has not kept what is
-    needed."""
+    """The interpreter that the guide's lines make. Skips where uv reaches no package index and has no cache of it."""
     command = ["uv", "pip", "install", "--dry-run", "--quiet", "--target", "/nonexistent", "verifiers==0.3.1"]
     tried = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=120)
     if tried.returncode:
@@ -134,8 +133,7 @@ async def test_classic_turns(world: PoolWorld) -> None:
 
 
 async def test_classic_faults_are_outcomes(world: PoolWorld) -> None:
-    """A reward that raises is not a 0, unless its weight is; one that is no number, and an engine that fails, are what
-    they are."""
+    """A reward that raises is not a 0, unless its weight is; no number, and an engine's failure, are named."""
     engine = world.engine
     raised = await world.run("raises")
     assert raised.outcome is Outcome.ERRORED

@@ -1,4 +1,4 @@
-"""Conversations with tools, in the process of a worker, against a scripted engine: exact tokens, faults where they belong."""
+"""Conversations with tools, in a worker's process, against a scripted engine: exact tokens, faults rightly placed."""
 
 import itertools
 import json
@@ -69,7 +69,7 @@ async def run(env: Any, engine: FakeEngine) -> EpisodeResult:
 
 
 async def test_calls_are_answered(desk: Any, engine: FakeEngine) -> None:
-    """Definitions reach the prompt, results come back as tool messages, and the whole is one sample of what the engine saw."""
+    """Definitions reach the prompt, results come back as tool messages; the whole is one sample of what was seen."""
     script(engine, [f"Let me see.\n{call('desk_add', a=2, b=3)}\n{call('desk_add', a=5)}", "It is 5."])
     result = await run(desk, engine)
     assert result.ok, result.message
@@ -77,7 +77,8 @@ async def test_calls_are_answered(desk: Any, engine: FakeEngine) -> None:
     text = engine.tokenizer.decode(second.prompt)
     assert '"name": "desk_add", "description": "The sum of two numbers."' in text
     assert text.endswith(
-        "<|im_start|>user\n<tool_response>\n5\n</tool_response>\n<tool_response>\n6\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>user\n<tool_response>\n5\n</tool_response>\n<tool_response>\n6\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
     assert second.prompt[: len(first.prompt) + len(first.completion)] == first.prompt + first.completion
     (sample,) = result.samples
@@ -137,7 +138,7 @@ async def test_a_server_of_each_episode(engine: FakeEngine) -> None:
 
 
 async def test_tools_that_do_not_start_are_named(engine: FakeEngine) -> None:
-    """When their server dies, with its last lines: before any episode those of all episodes, as an error of it those of one."""
+    """Named with the server's last lines: before any episode for all episodes' tools, as its error for one's own."""
     reason = "it exited with status 1: .*No module named no_such_module"
     with pytest.raises(LoadError, match=f"environment 'env-no-desk': its tools failed to start: .*{reason}"):
         async with VerifiersEnv(setup(engine, "env-no-desk")):
@@ -149,7 +150,7 @@ async def test_tools_that_do_not_start_are_named(engine: FakeEngine) -> None:
 
 
 async def test_a_runtime_has_a_directory_when_it_is_used() -> None:
-    """Nothing on disk for an episode that writes nothing; what one writes, also through a view, goes with its runtime."""
+    """Nothing on disk for an episode that writes nothing; what one writes, also by a view, goes with its runtime."""
     for use in (False, True):
         runtime = tools.ToolRuntime(SubprocessConfig(), "a-runtime")
         await runtime.start()

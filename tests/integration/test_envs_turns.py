@@ -1,4 +1,4 @@
-"""Conversations of several turns, in the process of a worker, against a scripted engine: limits, a full context, samples."""
+"""Conversations of several turns, in a worker's process, against a scripted engine: limits, full context, samples."""
 
 from array import array
 from collections.abc import AsyncIterator
@@ -42,7 +42,7 @@ async def test_max_turns(tiny_model: Path) -> None:
 
 
 async def test_experts_come_with_the_turns(tiny_model: Path) -> None:
-    """Contract: an episode that is to have the experts that the engine chose asks for those that it does not have yet, turn by
+    """Contract: an episode that needs the engine's choice of experts asks for those that it does not have yet, turn by
     turn, and has one row for each token but the last. A server that does not return them is refused, by name."""
     request = Run(1, "e", 0, "", {"max_tokens": 64, "routed_experts_prompt_start": 0}, 0, "", 0.0)
     async with world(tiny_model, max_turns=3) as (engine, env):

@@ -1,4 +1,4 @@
-"""`eval` itself: real environment workers against a scripted engine, a scripted API, and real vLLM; killed, interrupted, and gone on with."""
+"""`eval`: real environment workers against a scripted engine, a scripted API, and real vLLM; killed and resumed."""
 
 import json
 import os
@@ -118,8 +118,9 @@ def test_an_api_is_asked_by_its_chat_route_without_a_tokenizer(tmp_path):
 
     with chat_api(script=script, key="sk-test", reply=reply) as api:
         arguments = [
-            "--model.name", "some/model-that-nobody-has", "--client.base-url", api.base_url, "--client.api-key-var", "MY_API_KEY",
-            "--environment-ids", "reverse-text", "--num-examples", 8, "--max-concurrent", 1, "--sampling.max-tokens", 30, "--output-dir", tmp_path,
+            "--model.name", "some/model-that-nobody-has", "--client.base-url", api.base_url,
+            "--client.api-key-var", "MY_API_KEY", "--environment-ids", "reverse-text", "--num-examples", 8,
+            "--max-concurrent", 1, "--sampling.max-tokens", 30, "--output-dir", tmp_path,
         ]  # fmt: skip
         stopped = evaluate(*arguments, variables={"MY_API_KEY": "sk-test"})
         assert stopped.returncode == 1
@@ -147,8 +148,9 @@ def fine_tune(directory: Path, model: Path, url: str, *arguments: object) -> "su
     rows = directory / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "ab", "completion": "ba"}) + "\n")
     command = [
-        sys.executable, "-m", "prime_rl.entrypoints.sft", "--model.name", model, "--device", "cpu", "--data.name", rows, "--data.seq-len", 64,
-        "--data.batch-size", 1, "--max-steps", 5, "--output-dir", directory, "--eval.environment.id", PLAIN, "--eval.interval", 2,
+        sys.executable, "-m", "prime_rl.entrypoints.sft", "--model.name", model, "--device", "cpu", "--data.name", rows,
+        "--data.seq-len", 64, "--data.batch-size", 1, "--max-steps", 5, "--output-dir", directory,
+        "--eval.environment.id", PLAIN, "--eval.interval", 2,
         "--eval.num-examples", 3, "--eval.client.base-url", url, "--ckpt.interval", 2, *arguments,
     ]  # fmt: skip
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=TIMEOUT)
@@ -194,8 +196,7 @@ def test_fine_tuning_is_evaluated_at_once_or_later_and_again_where_it_is_resumed
 
 
 def test_versions_on_a_real_server(inference_server, tmp_path):
-    """Contract: real vLLM loads each version, is verified, and samples another one greedily otherwise; it serves its
-    base at the end."""
+    """Contract: real vLLM loads and verifies each version and samples it, greedily; it serves its base at the end."""
     inference_server.reset()
     weights = inference_server.weights_root / "evaluated"  # of this test alone
     weights.mkdir()

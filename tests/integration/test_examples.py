@@ -34,7 +34,7 @@ DEMONSTRATIONS = {
 
 @pytest.mark.parametrize("config", RUNS)
 def test_dry_run(config: str, tmp_path: Path) -> None:
-    """A whole run is planned from the file alone: on a machine without a GPU, and what asks for eight where they are."""
+    """A whole run is planned from the file alone: without a GPU, and what asks for eight where they are."""
     arguments = ("@", EXAMPLES / config, "--output-dir", tmp_path / "run", "--dry-run")
     done = run_forked("rl", *arguments, env=os.environ | (EIGHT_GPUS if "_math/rl" in config else {}))
     assert done.returncode == 0, done.stderr
@@ -44,7 +44,7 @@ def test_dry_run(config: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["reverse_text", "hendrycks_math", "intellect_math"])
 def test_three_files_say_what_one_says(name: str) -> None:
-    """`rl @ examples/NAME/rl.toml` and `rl --trainer @ configs/NAME/train.toml …` are the same run, numbers of GPUs apart."""
+    """`rl @ examples/NAME/rl.toml` and `rl --trainer @ configs/NAME/train.toml …` are one run but for GPU numbers."""
     one = parse(RLConfig, ["@", str(EXAMPLES / name / "rl.toml")], {})
     files = {"trainer": "train", "orchestrator": "orch", "inference": "infer"}
     paths = {section: str(REPOSITORY / "configs" / name / f"{file}.toml") for section, file in files.items()}
@@ -56,7 +56,7 @@ def test_three_files_say_what_one_says(name: str) -> None:
 
 @pytest.mark.parametrize("file", ["sft.toml", "sft_cpu.toml", "sft_eval.toml"])
 def test_fine_tuning_leaves_the_directory_to_rl(file: str) -> None:
-    """Contract: `sft`, then `rl`, then `eval`, pasted in the README's order: `rl` writes to the default directory, which must be free."""
+    """Contract: `sft`, `rl`, `eval`, pasted in the README's order: `rl` finds its default directory free."""
     config = parse(SFTConfig, ["@", str(EXAMPLES / "reverse_text" / file)], {})
     assert config.output_dir != RLConfig.model_fields["output_dir"].default
 

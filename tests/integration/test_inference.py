@@ -79,7 +79,7 @@ def check_base_update_reload(server: InferenceServer, prompt: list[int]) -> None
 
 
 def test_logprobs_equal_transformers_and_follow_updates(server: InferenceServer, chat_prompt: list[int]) -> None:
-    """Contract: the engine computes what the trainer computes, before and after an update of a model with a tied head (CPU
+    """Contract: the engine computes what the trainer does, before and after an update of a model with a tied head (CPU
     packs that head separately); an update changes what is served; a reload restores it to the bit."""
     check_base_update_reload(server, chat_prompt)
     status = read_status(server.output_dir)["inference"]
@@ -99,7 +99,7 @@ def test_logprobs_are_those_of_the_sampling_distribution(server: InferenceServer
 
 
 async def test_requests_in_flight_survive_an_update(server: InferenceServer, chat_prompt: list[int]) -> None:
-    """Contract: requests in flight finish; tokens before the switch have the old weights' logprobs, tokens after it those of
+    """Contract: requests in flight finish; tokens before the switch have the old weights' logprobs, later ones those of
     the new weights over the whole context (the cache is rebuilt). Half of the requests carry a seed."""
     count, length = 8, 256
     directory = commit(server.weights_root, 12, server.model, perturbed(server.model, seed=2))
@@ -167,8 +167,7 @@ async def test_a_pause_outlasts_an_update(server: InferenceServer, chat_prompt: 
 
 
 async def test_seeds_are_safe_and_repeatable(server: InferenceServer, chat_prompt: list[int]) -> None:
-    """Contract: concurrent long prompts with seeds do not kill the engine (they would if prefill were chunked on CPU), and
-    a seed alone decides what is sampled."""
+    """Contract: concurrent long prompts with seeds do not kill a CPU engine; a seed alone decides what is sampled."""
     longest = server.get("/v1/models").json()["data"][0]["max_model_len"] - 16
     prompts = [(chat_prompt * 400)[: longest - i] for i in range(48)]  # far more tokens together than one batch holds
     async with httpx.AsyncClient(base_url=server.root, timeout=120) as client:
@@ -190,7 +189,7 @@ def _flipped_bit(server: InferenceServer) -> Path:
 
 
 def test_bad_weights_are_refused(server: InferenceServer, chat_prompt: list[int]) -> None:
-    """Contract: a bad directory is refused with a reason, and the weights that were served go on, to the bit. (What is bad: unit tests.)"""
+    """Contract: a bad directory is refused with a reason; what was served goes on, to the bit. (What is bad: unit.)"""
     assert (
         update(server, commit(server.weights_root, 20, server.model, perturbed(server.model, seed=20)), 20).status_code
         == 200
@@ -222,8 +221,8 @@ def test_other_servers_follow_updates(
     settings: dict[str, Any],
     place: str,
 ) -> None:
-    """Contract: the same for experts, which vLLM packs on CPU at the first load only; for a server that loads from the directory; and where a layer
-    is shared by two ranks, each of which reads the version and takes its part of it. A load that fails (also on every rank)
+    """Contract: the same for experts, which vLLM packs on CPU at the first load only; for a server that loads from the
+    directory; and for two ranks that share a layer, each taking its part. A load that fails (also on every rank)
     leaves it with nothing until the next; a version with a wrong byte changes nothing."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # one NUMA node has both ranks
     model = make_tiny_model(tmp_path / "model", experts=experts)
@@ -237,8 +236,7 @@ def test_other_servers_follow_updates(
 
 
 def test_a_load_that_fails_is_mended_by_the_next(server: InferenceServer, chat_prompt: list[int]) -> None:
-    """Contract: after a load that fails in the middle, with the rest of the model taken apart, the server says that it serves nothing, and the same
-    version is loaded by the next attempt."""
+    """Contract: after a load that failed half-way the server serves nothing; the next attempt loads the version."""
     check_failing_load(server, chat_prompt)
 
 
@@ -252,7 +250,7 @@ def check_failing_load(server: InferenceServer, prompt: list[int]) -> None:
 
 
 def test_versions_from_the_trainers_memory(server: InferenceServer, tmp_path: Path, chat_prompt: list[int]) -> None:
-    """Contract: a version is served as it was published, also after others were missed; what is not given, or is wrong, leaves the server as it is."""
+    """Contract: a version is served as published, also after missed ones; a missing or wrong one changes nothing."""
     config = server.model / "config.json"
     with closing(PublishingTrainer(server.weights_root, 8 << 20, 60.0)) as trainer:
         tensors = perturbed(server.model, seed=20)
@@ -292,13 +290,14 @@ def check_undone(
     "body",
     [
         {}, {"weight_dir": "x"}, {"weight_dir": "x", "version": -1}, {"weight_dir": "a\0b", "version": 1},
-        {"weight_dir": "a" * 256, "version": 1}, {"weight_dir": "a/" * 2049, "version": 1}, {"weight_dir": "a" * (10 << 20), "version": 1},
+        {"weight_dir": "a" * 256, "version": 1}, {"weight_dir": "a/" * 2049, "version": 1},
+        {"weight_dir": "a" * (10 << 20), "version": 1},
         {"weight_dir": "x", "version": "9" * (10 << 20)},
     ],
     ids=lambda body: str(body)[:40],
 )  # fmt: skip
 def test_malformed_requests_are_refused(server: InferenceServer, body: dict[str, Any]) -> None:
-    """Contract: a malformed request gets a 4xx with a message, in the shape of every other error; neither it nor the log repeats what is long."""
+    """Contract: a malformed request gets a 4xx in the usual shape; neither it nor the log repeats what is long."""
     log = server.log.stat().st_size
     response = server.post("/update_weights", body)
     assert 400 <= response.status_code < 500
@@ -307,10 +306,11 @@ def test_malformed_requests_are_refused(server: InferenceServer, body: dict[str,
 
 
 def test_rollouts_are_sampled_as_by_the_token_route(server: InferenceServer, chat_prompt: list[int]) -> None:
-    """Contract: /v1/sample, and the alias /v1/generate, give the token route's tokens, log-probabilities and reason to stop; a stop string is looked for,
-    a request that it does not do or that vLLM does not take is a 400 that says what is wrong."""
+    """Contract: /v1/sample and its alias /v1/generate give the token route's tokens, log-probabilities, finish reason;
+    a stop string is found, a request that it does not do or that vLLM refuses is a 400 that says what is wrong."""
     assert sample(server, chat_prompt, "/v1/generate", temperature=0.0) == sample(server, chat_prompt, temperature=0.0)
-    for params in ({"temperature": 0.0}, {"temperature": 0.7, "top_k": 5, "seed": 3}, {"temperature": 0.0, "ignore_eos": False}):  # fmt: skip
+    seeded = {"temperature": 0.7, "top_k": 5, "seed": 3}
+    for params in ({"temperature": 0.0}, seeded, {"temperature": 0.0, "ignore_eos": False}):
         assert sample(server, chat_prompt, "/v1/sample", **params) == sample(server, chat_prompt, **params)
     whole = sample(server, chat_prompt, "/v1/sample", temperature=0.0)
     text = server.post("/detokenize", {"model": str(server.model), "tokens": whole.tokens}).json()["prompt"]
@@ -330,7 +330,7 @@ def test_rollouts_are_sampled_as_by_the_token_route(server: InferenceServer, cha
 
 @pytest.mark.slow
 def test_a_halted_engine_shows_and_a_dead_one_ends_the_server(start_server: LaunchServer, tiny_model: Path) -> None:
-    """Contract: while the engine is stopped the server lives (heartbeat) and makes no progress; it goes on when the engine does;
+    """Contract: while the engine is stopped the server lives (heartbeat) without progress, and goes on when it does;
     a killed engine ends the server, as a failure, where vLLM alone would go on or end with status 0."""
     server = start_server(tiny_model)
     (engine,) = engines(server.pid)
@@ -359,9 +359,9 @@ def test_a_key_guards_the_server_and_appears_nowhere(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Contract: with a key (here by environment) every route of the application asks for it but two; it is in no file of the run, no log,
-    no command line. A fault of sampling is answered 500, as planned and no more often. A stop that is asked for is a success,
-    although a read hangs."""
+    """Contract: with a key (here by environment) all routes of the application but two ask for it; it is in no file,
+    log or command line. A fault of sampling is answered 500, as often as planned. A requested stop is a success, even
+    if a read hangs."""
     key, plan = "a-key-nobody-may-see", tmp_path / "faults.json"
     refuse = {"point": "generate", "process": "inference", "do": "error", "times": 2}
     hang = {"point": "update-read:v99", "process": "inference", "do": "delay", "seconds": 3600}

@@ -37,15 +37,17 @@ def test_success_stops_the_server_and_prints_the_steps(launch: Start) -> None:
 
 FAILURES = {
     "a job that fails": (("trainer=family", "orchestrator=fails"), "error: orchestrator failed with exit status 3"),
-    "a server that ends before the jobs, though with status 0": (("inference=quits", "trainer=waits"), "error: inference ended too early"),
+    "a server that ends before the jobs, with status 0": (
+        ("inference=quits", "trainer=waits"), "error: inference ended too early"
+    ),
     "a server that never comes up": (("inference=waits", "trainer=waits"), "inference is not ready after 1 s"),
-    "a job that another try would not mend": (("trainer=mends:early-complains", "orchestrator=waits"), "error: the disk is full"),
+    "a job not mended by a retry": (("trainer=mends:early-complains", "orchestrator=waits"), "error: the disk is full"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("children", "says"), FAILURES.values(), ids=FAILURES)
 def test_first_failure_is_reported_and_everything_stopped(launch: Start, children: tuple[str, ...], says: str) -> None:
-    """The failing process is named with its `error:` line; nothing is left, grandchildren in other sessions included."""
+    """The failing process is named with its `error:` line; nothing is left, even grandchildren in other sessions."""
     ready = 1.0 if "inference=waits" in children else 600.0
     run = launch(*children, ready=ready, policy=PATIENT if "trainer=mends:early-complains" in children else {})
     if "trainer=family" in children:
@@ -111,7 +113,9 @@ def incarnations(run: Launch, name: str) -> list[str]:
 
 
 MENDED = {
-    "victim=mends:killed-with-family": "victim was killed by SIGKILL: starting it again in 0.2 s (restart 1 of at most 2 in a row, recovering)",
+    "victim=mends:killed-with-family": (
+        "victim was killed by SIGKILL: starting it again in 0.2 s (restart 1 of at most 2 in a row, recovering)"
+    ),
     "orchestrator=mends:stopped": "orchestrator has given no sign of life for",
     "trainer=mends:silent-rank": "trainer rank 1 has given no sign of life",
     "told=mends:told-to-stop": "told ended too early (stopped): starting it again",
@@ -122,7 +126,7 @@ MENDED = {
 def test_each_kind_of_failure_is_mended(launch: Start) -> None:
     """Killed, halted, ended by itself or by a stranger: started again alone, with
     --recover, and the reason is said in one line. Nothing of its old incarnation is left: a halted
-    rank takes its whole group along, and a stopped grandchild in a session of its own goes, too. A crash before ready is
+    rank takes its whole group along, and a stopped grandchild in its own session goes, too. A crash before ready is
     tried again as it was started: nothing of that incarnation was committed in order."""
     run = launch(*MENDED, "bystander=after", policy=PATIENT)
     family = [run.pid(name) for name in ("session", "group", "rank")]

@@ -1,4 +1,4 @@
-"""The `rl` command before anything is started: dry runs and refusals leave nothing behind. And W&B without a network."""
+"""The `rl` command before anything starts: dry runs and refusals leave nothing behind. And W&B without a network."""
 
 import re
 import socket
@@ -53,7 +53,8 @@ def test_dry_run_prints_the_plan_and_writes_only_configs(model: Path, tmp_path: 
 def test_a_dry_run_beside_a_run(model: Path, tmp_path: Path, also: list[str]) -> None:
     """A run that is there, or under way on the same port, keeps every file as it is; the plan is shown."""
     run = tmp_path / "run"
-    files = [run / name for name in ("rollouts/step_0/samples.arrow", "weights/step_1/manifest.json", "configs/rl.toml", "metrics/trainer.jsonl")]  # fmt: skip
+    names = "rollouts/step_0/samples.arrow weights/step_1/manifest.json configs/rl.toml metrics/trainer.jsonl"
+    files = [run / name for name in names.split()]
     for file in files:
         file.parent.mkdir(parents=True)
         file.write_text("of the run")
@@ -78,7 +79,7 @@ def test_a_dry_run_beside_a_run(model: Path, tmp_path: Path, also: list[str]) ->
     ],
 )
 def test_refused_before_anything_starts(model: Path, tmp_path: Path, options: list[str], says: str) -> None:
-    """One readable error, status 1; nothing is written, and an earlier run stays. The port is taken where nothing else is wrong."""
+    """One readable error, status 1; nothing is written, an earlier run stays. The port is taken if all else is fine."""
     (tmp_path / "earlier" / "rollouts" / "step_0").mkdir(parents=True)
     arguments = [str(tmp_path / option) if option == "earlier" else option for option in options]
     with nullcontext() if options else socket.create_server(("127.0.0.1", PORT)):

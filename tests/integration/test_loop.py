@@ -23,7 +23,8 @@ TIMEOUT = 240.0
 
 ORCHESTRATOR = [
     "--environment.id", "reverse-text", "--environment.args", '{"max_words": 1, "num_tasks": 40}',
-    "--batch-size", 8, "--rollouts-per-example", 4, "--seq-len", 256, "--sampling.max-tokens", 24, "--no-filter-zero-advantage",
+    "--batch-size", 8, "--rollouts-per-example", 4, "--seq-len", 256, "--sampling.max-tokens", 24,
+    "--no-filter-zero-advantage",
 ]  # fmt: skip
 TRAINER = [
     "--seq-len", 256, "--optim.lr", "1e-3", "--device", "cpu", "--weights.dtype", "float32", "--weights.keep", 10,
@@ -37,7 +38,7 @@ def tmp_path(inference_server) -> Path:
 
 
 def both_logprobs(rows: list[dict], policy) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities of all sampled tokens of a batch: as the engine recorded them, and as the trainer computes them, packed."""
+    """Return log-probabilities of a batch's sampled tokens: as the engine recorded, as the trainer computes, packed."""
     documents = [
         Document(
             np.array(row["input_ids"]),
@@ -84,8 +85,7 @@ class Run:
 
 @pytest.fixture
 def seeded(inference_server, tmp_path) -> tuple[Run, Run]:
-    """The same synchronous run twice, one sequence at a time, the second one's weights from the trainer's memory, and its processes started in the
-    other order."""
+    """Run twice, synchronously, one sequence at a time: then by weights from memory, started in the other order."""
     runs, order = [], ["trainer", "orchestrator"]
     for transport in ("filesystem", "memory"):
         inference_server.reset()
@@ -100,11 +100,11 @@ def seeded(inference_server, tmp_path) -> tuple[Run, Run]:
 
 
 def test_synchronous_runs(seeded, inference_server, tmp_path, make_policy):
-    """Contracts of async_level 0: every sample comes from the version it updates, the mismatch KL stays below 1e-3, and the trainer's
-    log-probabilities of the sampled tokens are the engine's to 1e-4, before and after updates (fp32 on CPU). With a seed the run repeats bit for bit,
-    also with `weights.transport` memory: only the last version has tensors in files then, and the server serves each by its hash.
-    A used run directory is refused and stays; with --no-trainer --clean it is cleaned, and its batches come from the base model, though the server
-    served a later version.
+    """Contracts of async_level 0: every sample comes from the version it updates, the mismatch KL stays below 1e-3, and
+    the trainer's log-probabilities of sampled tokens are the engine's to 1e-4, before and after updates (fp32, CPU).
+    With a seed the run repeats bit for bit, also with `weights.transport` memory: only the last version has tensors in
+    files then, and each is served by its hash. A used directory is refused; with --no-trainer --clean batches come from
+    the base, though the server served a later version.
     """
     run, second = seeded
     for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""`rl parity` with a real server: the bundled model is sound; with a wrong head, or a scale that is left out, it is not."""
+"""`rl parity` with a real server: the bundled model is sound; with a wrong head or a missing scale it is not."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def layers(lines: list[str]) -> list[str]:
 
 
 def test_the_bundled_model_is_sound(compared: tuple[Path, str]) -> None:
-    """Contract: in float32 server and trainer agree to 1e-4 on what the server sampled, and the trainer's layers are transformers'."""
+    """Contract: in float32 server and trainer agree to 1e-4 on what the server sampled; layers are transformers'."""
     directory, printed = compared
     result = json.loads((directory / "parity.json").read_text())
     assert result["sound"]
@@ -117,8 +117,7 @@ def test_where_the_trainer_begins_to_differ(
 
 
 def test_rounding_is_no_fault(compared: tuple[Path, str], tiny_model: Path, tmp_path: Path) -> None:
-    """Contract: in bfloat16 the trainer is off by more than the tolerance of float32, and by no more than transformers in
-    bfloat16: it is sound, and so is every layer."""
+    """Contract: in bfloat16 the trainer exceeds float32's tolerance, but not transformers' error: it is sound."""
     result = judged(compared, tmp_path, tiny_model, "--trainer.model.dtype", "bfloat16", "--layers")
     assert result["gaps"][parity_scorer.ENGINES]["mean"] > LEAST_MEAN
     assert result["sound"], result["lines"]

@@ -18,13 +18,14 @@ SMALL = [
 
 def arguments(directory: Path, port: int, *more: object) -> list[object]:
     return [
-        "@", "examples/reverse_text/cpu.toml", "--output-dir", directory, "--inference.server.port", port, *SMALL, *more,
+        "@", "examples/reverse_text/cpu.toml", "--output-dir", directory, "--inference.server.port", port,
+        *SMALL, *more,
     ]  # fmt: skip
 
 
 def test_one_command_trains_evaluates_and_leaves_a_model(tmp_path, monkeypatch):
-    """The first command of the README, shortened: exit 0, a line per step, evals before and after, weights that transformers loads. At async_level 1
-    with the bound at 1 no sample of step n is older than version n - 1."""
+    """The first command of the README, shortened: exit 0, a line per step, evals before and after, weights that
+    transformers loads. At async_level 1 with the bound at 1 no sample of step n is older than version n - 1."""
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setenv("PRIME_TRAINER__OPTIM__WEIGHT_DECAY", "0.5")

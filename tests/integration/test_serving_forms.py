@@ -1,4 +1,4 @@
-"""Every command of docs/guides/serving.md becomes arguments that vLLM's own parser takes, with the values that the command names."""
+"""Every command of docs/guides/serving.md becomes arguments that vLLM's parser takes, with the command's values."""
 
 import argparse
 import os
@@ -76,8 +76,8 @@ def test_the_page_holds_every_form() -> None:
     names = {name for command in COMMANDS for name in given(command)}
     assert len(COMMANDS) >= 14
     assert names >= {
-        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local", "headless"),
-        *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_start_rank", "nnodes"),
+        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local"),
+        *("headless", "data_parallel_address", "data_parallel_rpc_port", "data_parallel_start_rank", "nnodes"),
         *("enable_expert_parallel", "all2all_backend", "quantization", "kv_offloading_size"),
         "kv_transfer_config_kv_connector",
     }  # fmt: skip

@@ -32,7 +32,7 @@ def write_config(output_dir: Path, model: Path, **settings: object) -> Path:
 
 
 def test_two_ranks_equal_one(tied_model: Path, tmp_path: Path) -> None:
-    """The `sft` command, given the file that its --dry-run wrote, and two gloo ranks (an odd number of rows) give the same losses and
+    """`sft`, with the file that its --dry-run wrote, and two gloo ranks (an odd number of rows) give equal losses and
     weights, to float32 rounding, and transformers loads them."""
     given = write_config(tmp_path / "given", tied_model, max_steps=3)
     assert run_forked("sft", "@", given, "--output-dir", tmp_path / "1", "--dry-run").returncode == 0

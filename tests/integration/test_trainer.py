@@ -37,9 +37,9 @@ def write_config(output_dir: Path, model: Path, /, **settings: object) -> Path:
 
 
 def test_two_ranks(run_training: Callable[[TrainerConfig], None], tied_model: Path, tmp_path: Path) -> None:
-    """Two gloo ranks give the losses, norms and weights of one, to float32 rounding, also where a rank has no work; each
-    reports that it is alive; ranks that wait agree to stop when only the one that does not look is asked; checkpoints of two
-    ranks, written beside the loop, are whole, and one rank goes on from them."""
+    """Two gloo ranks give the losses, norms and weights of one, to float32 rounding, also if a rank has no work; each
+    reports that it is alive; waiting ranks agree to stop if only the one that does not look is asked; two ranks'
+    checkpoints, written beside the loop, are whole, and one rank goes on from them."""
     one, two = tmp_path / "one", tmp_path / "two"
     for directory in (one, two):
         support.write_rollouts(directory, 3, samples=(7, 1, 6))
@@ -73,8 +73,8 @@ def test_two_ranks(run_training: Callable[[TrainerConfig], None], tied_model: Pa
 
 @pytest.mark.slow
 def test_replicas(run_training: Callable[[TrainerConfig], None], tmp_path: Path) -> None:
-    """A model with experts gives one rank's losses, norms and weights on replicas of sharded ranks (2 × 2), on replicas of one rank each (2 × 1)
-    and on more ranks than experts (1 × 4), each going on from the other's checkpoint; one rank goes on with the very weights they saved."""
+    """A model with experts gives one rank's losses, norms and weights on replicas of sharded ranks (2 × 2), on replicas
+    of one rank (2 × 1), on more ranks than experts (1 × 4), resuming each other's checkpoints with the same weights."""
     model = make_tiny_model(tmp_path / "model", experts=3)
     one, many = tmp_path / "one", tmp_path / "many"
     settings: dict[str, Any] = {"async_level": 5, "dist_timeout": 60.0}
@@ -117,7 +117,7 @@ def waits_for_step(output_dir: Path, step: int) -> bool:
 
 
 def test_signal_while_training(tied_model: Path, tmp_path: Path) -> None:
-    """A signal ends the run after the current step: weights and a checkpoint of the last step are committed, exit status 0."""
+    """A signal ends the run after the current step: its weights and a checkpoint are committed, exit status 0."""
     fake = {"fake": {"batch_size": 8}}
     config = write_config(tmp_path, tied_model, data=fake, ckpt={"interval": "None"})
     with Command("trainer", "@", config, log=tmp_path / "log") as command:

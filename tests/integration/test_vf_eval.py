@@ -1,4 +1,4 @@
-"""verifiers' own `vf-eval` runs the bundled packages against an OpenAI-compatible server, with the command of their docstrings."""
+"""verifiers' own `vf-eval` runs the bundled packages against an OpenAI-compatible server, as their docstrings say."""
 
 import asyncio
 import importlib

@@ -1,9 +1,9 @@
-"""Mutations of the weights on their way into a real engine, which the check of logprobs finds. What happens to files the
-hash finds: test_inference.py.
+"""Mutations of the weights on their way into a real engine, which the check of logprobs finds. What happens to files,
+the hash finds: test_inference.py.
 
 A version is committed whose hashes are those of wrong tensors and whose fixed prompt has the log-probabilities of the
-right ones, as the trainer would have scored it: hashes have nothing to find. That a reload really packs heads and experts
-again: test_inference.py. In bfloat16 on a GPU: tests/gpu/test_wrong_weights.py.
+right ones, as the trainer would have scored it: hashes have nothing to find. That a reload really packs heads and
+experts again: test_inference.py. In bfloat16 on a GPU: tests/gpu/test_wrong_weights.py.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ world, make_policy, run = support.world, support.make_policy, wrong_weights.run
 
 
 async def test_right_weights_are_in_a_narrow_tolerance(run: Run) -> None:
-    """Contract: float32 servers compute the trainer's numbers to 1e-4 nats, on the base and on weights far from it; also one that serves
-    something else when it is first met, and a prompt that was asked before is computed anew."""
+    """Contract: float32 servers compute the trainer's numbers to 1e-4 nats, on the base and far from it; also one that
+    serves something else when first met, and a prompt that was asked before is computed anew."""
     assert (await run.load(run.base)).largest < 1e-4
     drifted = run.commit(run.changed(DRIFTED))
     for version in (drifted, run.base, drifted):
@@ -43,8 +43,8 @@ CAUGHT = [skip_a_tensor, swap_layers, stay, flip(30)]
 async def test_the_logprob_check_finds_what_a_loader_did_wrong(
     run: Run, mutate: Callable[[Tensors, Tensors], Tensors]
 ) -> None:
-    """Contract: where the policy is far from the base, one tensor that was not loaded, two layers in each other's place, weights that stayed
-    what they were, and one flipped bit of an exponent are found, though the server says, by its hash, that it serves the version."""
+    """Contract: far from the base one tensor that was not loaded, two swapped layers, weights that stayed as they were,
+    and one flipped bit of an exponent are found, though the server reports the version's hash."""
     await run.load(run.base)
     new = run.changed(DRIFTED)
     version = run.commit(new, mutate(run.changed(0.0), new))
@@ -56,7 +56,7 @@ async def test_the_logprob_check_finds_what_a_loader_did_wrong(
 
 
 async def test_the_logprob_check_finds_weights_that_stay_what_they_were_though_the_band_hides_it(run: Run) -> None:
-    """Contract: a step away from what it was given before, a server that keeps that is within the tolerance, but its numbers are the very same."""
+    """Contract: a server that keeps weights a step old is within the tolerance, but its numbers are the very same."""
     await run.load(run.base)
     version = run.commit(run.changed(STEPPED), run.changed(0.0))
     with pytest.raises(LogprobCheckFailed, match="unchanged since the last version"):

@@ -34,14 +34,14 @@ _WIDTHS = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "d_model": 64, "n_embd": 64, "dim_model": 64, "embedding_size": 64,
     "intermediate_size": 96, "ffn_hidden_size": 96, "ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48,
-    "shared_intermediate_size": 48, "expert_ffn_hidden_size": 32, "intermediate_size_mlp": 80, "dense_intermediate_size": 80,
+    "shared_intermediate_size": 48, "expert_ffn_hidden_size": 32, "intermediate_size_mlp": 80,
     "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "attention_heads": 4, "num_key_value_heads": 2,
     "decoder_attention_heads": 4, "encoder_attention_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dim_head": 16,
-    "num_global_key_value_heads": 1, "global_head_dim": 32,
-    "max_position_embeddings": 128, "n_positions": 128, "max_seq_len": 128, "sliding_window": 8, "attention_chunk_size": 16,
+    "num_global_key_value_heads": 1, "global_head_dim": 32, "dense_intermediate_size": 80,
+    "max_position_embeddings": 128, "n_positions": 128, "max_seq_len": 128, "sliding_window": 8,
     "num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "num_experts_per_token": 2, "moe_k": 2, "moe_topk": 2, "top_k_experts": 2, "n_group": 2, "topk_group": 1,
-    "first_k_dense_replace": 1,
+    "first_k_dense_replace": 1, "attention_chunk_size": 16,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_dt_rank": 4,
@@ -57,13 +57,15 @@ _NEUTRAL = re.compile(r"multiplier|scaling|scale")
 _TOKEN = re.compile(r"_(token|token_id|token_index)$")
 
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "Llama 3": ("llama",), "Llama 4 (text)": ("llama4_text",), "Mistral": ("mistral",), "Ministral": ("ministral", "ministral3"),
-    "Qwen2": ("qwen2",), "Qwen3": ("qwen3",), "Phi-3, Phi-4": ("phi3",), "Gemma 2": ("gemma2",), "Gemma 3 (text)": ("gemma3_text",),
+    "Llama 3": ("llama",), "Llama 4 (text)": ("llama4_text",), "Mistral": ("mistral",),
+    "Ministral": ("ministral", "ministral3"), "Qwen2": ("qwen2",), "Qwen3": ("qwen3",), "Phi-3, Phi-4": ("phi3",),
+    "Gemma 2": ("gemma2",), "Gemma 3 (text)": ("gemma3_text",),
     "Granite 3": ("granite",), "Granite 4": ("granitemoehybrid",), "Cohere": ("cohere",), "Cohere2": ("cohere2",),
     "OLMo 2": ("olmo2",), "OLMo 3": ("olmo3",), "SmolLM3": ("smollm3",), "GLM-4": ("glm4",), "gpt-oss": ("gpt_oss",),
-    "EXAONE 4": ("exaone4",), "ERNIE 4.5": ("ernie4_5",), "Hunyuan (dense)": ("hunyuan_v1_dense",), "Starcoder2": ("starcoder2",),
-    "Falcon-H1": ("falcon_h1",), "LFM2": ("lfm2",), "Nemotron-H": ("nemotron_h",), "Qwen3-MoE": ("qwen3_moe",),
-    "Qwen3-Next": ("qwen3_next",), "Qwen3.5": ("qwen3_5_text",), "Qwen3.5-MoE": ("qwen3_5_moe_text",), "GLM-4.5": ("glm4_moe",),
+    "EXAONE 4": ("exaone4",), "ERNIE 4.5": ("ernie4_5",), "Hunyuan (dense)": ("hunyuan_v1_dense",),
+    "Starcoder2": ("starcoder2",), "Falcon-H1": ("falcon_h1",), "LFM2": ("lfm2",), "Nemotron-H": ("nemotron_h",),
+    "Qwen3-MoE": ("qwen3_moe",), "Qwen3-Next": ("qwen3_next",), "Qwen3.5": ("qwen3_5_text",),
+    "Qwen3.5-MoE": ("qwen3_5_moe_text",), "GLM-4.5": ("glm4_moe",),
     "DeepSeek-V3": ("deepseek_v3",), "Mixtral": ("mixtral",), "OLMoE": ("olmoe",), "Granite-MoE": ("granitemoe",),
     "Phi-1, Phi-2": ("phi",), "Gemma 4 (text)": ("gemma4_text",), "AFMoE": ("afmoe",), "Apertus": ("apertus",),
 }  # fmt: skip
@@ -279,7 +281,7 @@ class CannotBeBuilt(Exception):
 def build_reference(config: PreTrainedConfig, directory: Path, seed: int = 0) -> None:
     """Save a random model of `config`, none of whose parameters has a value at which leaving it out changes nothing.
 
-    Matrices are normal with a deviation of about 0.2, where transformers draws them narrower; what it sets to a constant
+    Matrices are normal with a deviation of about 0.2 (transformers draws them narrower); what it sets to a constant
     (norms, biases, sinks) is moved by some 0.2.
 
     Raises:
@@ -361,7 +363,7 @@ def transformers_outcome(directory: Path, documents: Sequence[Document], attenti
 def trainer_outcomes(
     directory: Path, documents: Sequence[Document], world: World
 ) -> tuple[Outcome, Outcome, tuple[str, ...]]:
-    """Of the trainer as users start it, packed and one document at a time, and the files' tensors that its exports would not have, or not so."""
+    """Run the trainer as users do, packed and document by document; return tensors that its exports would miss."""
     tokens = sum(len(document.input_ids) for document in documents)
     source = find_model(str(directory))
     policy = build_policy(source, TrainerModel(head_chunk=7), world, tokens=tokens)
@@ -404,7 +406,7 @@ def is_computable(directory: Path) -> bool:
 
 
 def gradient_error(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest relative error and the parameter that has it. Gradients that are next to nothing beside those of other
+    """Return the largest relative error and its parameter. Gradients that are next to nothing beside those of other
     parameters (of a bias that softmax takes away again) are not held to their own size."""
     zero = torch.zeros(())  # of a parameter that one of them does not differentiate: a bias that only chooses experts
     floor = 1e-3 * max(gradient.abs().max().item() for gradient in theirs.values() if gradient.numel())

@@ -29,7 +29,7 @@ def boundaries(lengths: Sequence[int], device: str = "cpu") -> dict[str, Tensor]
 
 
 def with_gradients(kernel: Callable[..., Tensor], inputs: Any, d_out: Tensor, *mask: Any) -> tuple[Tensor, ...]:
-    """Out, and the gradients of q, k and v (`inputs`) when `d_out` is that of out; `mask`: the kernel's other arguments."""
+    """Return out and the gradients of q, k and v (`inputs`) for `d_out`; `mask`: the kernel's other arguments."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = kernel(*leaves, *mask)
     return out.detach(), *torch.autograd.grad(out, leaves, d_out)
@@ -45,8 +45,7 @@ def explicit(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Token by token and head by head: softmax over the last `window` tokens of the document, itself included, and the
-    head's sink. Differentiable."""
+    """Attend by token and head over the document's last `window` tokens, itself included, and the head's sink."""
     group, rows, start = q.shape[1] // k.shape[1], [], 0
     for length in lengths:
         for row in range(start, start + length):

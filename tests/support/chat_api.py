@@ -1,4 +1,4 @@
-"""A scripted OpenAI-compatible API: it answers `/v1/chat/completions` with what a script says, and remembers what it was asked."""
+"""A scripted OpenAI-compatible API: answers `/v1/chat/completions` as a script says, and keeps what it was asked."""
 
 import json
 from collections.abc import Callable

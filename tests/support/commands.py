@@ -84,7 +84,7 @@ def run_line(
     words, env = prepare(line, environment)
     done = subprocess.run(
         [PROGRAMS / words[0], *words[1:], *map(str, more)],
-        cwd=checkout, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds, check=False,
+        cwd=checkout, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds,
     )  # fmt: skip
     return done.returncode, done.stdout
 

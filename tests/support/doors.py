@@ -1,5 +1,5 @@
-"""What a server answers to those without the key, route by route. `python -m support.doors @ inference.toml` is `inference` that writes its
-application's whole route table to the file `$TEST_ROUTES`, once vLLM has built it.
+"""What a server answers without the key, by route. `python -m support.doors @ inference.toml` is `inference` writing
+its whole route table to the file `$TEST_ROUTES`, once vLLM has built it.
 """
 
 import json
@@ -22,19 +22,20 @@ ROUTES = "TEST_ROUTES"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 # Ways to write a path that a router, or whatever is before it, might take for another one.
 DISGUISES = (
-    "//health/../invocations", "/health/../invocations", "/health/", "/ping/", "//health", "/health/x", "/health;x", "/Health", "/health%2F..%2Finvocations",
-    "/health%00", "/./health", "/ping/../scale_elastic_ep", "/health//",
+    "//health/../invocations", "/health/../invocations", "/health/", "/ping/", "//health", "/health/x", "/health;x",
+    "/Health", "/health%2F..%2Finvocations", "/health%00", "/./health", "/ping/../scale_elastic_ep", "/health//",
 )  # fmt: skip
 # vLLM's routes that change what it is, or say how it is built: of none of these is there any use here.
 ADMINISTRATIVE = {
-    "/scale_elastic_ep", "/is_scaling_elastic_ep", "/kv_event_sources", "/start_profile", "/stop_profile", "/abort_requests", "/server_info",
+    "/scale_elastic_ep", "/is_scaling_elastic_ep", "/kv_event_sources", "/start_profile", "/stop_profile",
+    "/abort_requests", "/server_info",
     "/fault_tolerance/apply", "/fault_tolerance/status", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
 }  # fmt: skip
 
 
 def check_doors(server: InferenceServer, table: Path, key: str) -> None:
-    """With a key, every route of the server's own table asks for it but two, whatever the method; vLLM's administrative ones are off even with it;
-    the table has none that nobody has thought about."""
+    """With a key, every route of the server's own table but two asks for it, by any method; vLLM's administrative ones
+    are off even with it; the table has none that nobody has thought about."""
     paths = sorted({path.replace("{response_id}", "x") for path in json.loads(table.read_text())})
     assert {"/health", "/ping", "/invocations", "/scale_elastic_ep", "/metrics", "/docs", "/v1/chat/completions"} <= {
         *paths

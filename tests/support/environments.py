@@ -1,4 +1,4 @@
-"""Small verifiers packages that misbehave in one way each, written into a directory for a worker's path; and a pool of environments on a scripted engine."""
+"""Small verifiers packages that misbehave in one way each, for a worker's path; environments on a scripted engine."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager

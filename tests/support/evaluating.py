@@ -1,4 +1,4 @@
-"""A scripted world around a whole evaluation: servers, environments and a trainer whose versions are what the test says, in milliseconds."""
+"""A scripted world around an evaluation: servers, environments, a trainer with a test's versions, in milliseconds."""
 
 import asyncio
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Server(ScriptedEngine):
 
 
 class Pool(ScriptedPool):
-    """Environments of `tasks` tasks each. A reward follows from the environment, the task, the request's seed and the version that really sampled it.
+    """Environments of `tasks` tasks each. A reward follows from environment, task, seed and the version that sampled.
 
     `before` may change the world, or give an outcome other than a score. Servers in `sick` fail every attempt.
     """
@@ -56,7 +56,9 @@ class Pool(ScriptedPool):
     def tasks(self, env: str) -> list[TaskInfo]:
         return [TaskInfo(f"t{index}", index) for index in range(self.count)]
 
-    async def run(self, *, env: str, task_index: int, sampling: dict[str, Any], server: str | None = None, **_: Any) -> EpisodeResult:  # fmt: skip
+    async def run(
+        self, *, env: str, task_index: int, sampling: dict[str, Any], server: str | None = None, **_: Any
+    ) -> EpisodeResult:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
@@ -70,8 +72,9 @@ class Pool(ScriptedPool):
             return EpisodeResult("e", env, f"t{task_index}", Outcome.ENGINE_UNAVAILABLE, "scripted")
         if outcome := self.before(env, task_index, len(self.made)):
             return EpisodeResult("e", env, f"t{task_index}", outcome, "scripted")
-        chance = xxhash.xxh3_64_intdigest(f"{env}/{task_index}/{sampling.get('seed')}/{version}".encode())
-        return EpisodeResult("e", env, f"t{task_index}", Outcome.OK, reward=float(chance % 2), input_tokens=5, output_tokens=3)  # fmt: skip
+        chance = xxhash.xxh3_64_intdigest(f"{env}/{task_index}/{sampling.get('seed')}/{version}".encode()) % 2
+        scored = {"reward": float(chance), "input_tokens": 5, "output_tokens": 3}
+        return EpisodeResult("e", env, f"t{task_index}", Outcome.OK, **scored)
 
 
 class World:

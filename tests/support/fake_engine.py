@@ -3,8 +3,8 @@
 It samples nothing: it answers with the tokens of `reply(prompt text)`, and remembers every exchange, so that tests can
 compare what comes out of an environment with what the engine really got and gave.
 
-    python tests/support/fake_engine.py --port 5100 --model DIR                # for benchmarks: a process of its own
-    python tests/support/fake_engine.py --port 5100 --model DIR --policy       # with versions of weights: see `PolicyEngine`
+    python tests/support/fake_engine.py --port 5100 --model DIR           # for benchmarks: a process of its own
+    python tests/support/fake_engine.py --port 5100 --model DIR --policy  # with versions of weights: see `PolicyEngine`
 """
 
 import argparse
@@ -84,7 +84,7 @@ class Exchange:
 
 
 def assert_exact(sample: Any, exchanges: "list[Exchange]") -> None:
-    """The sample is the last exchange, and what it trains on is what was sampled in all of them, with its log-probabilities; all else has none."""
+    """Assert that the sample is the last exchange and trains on what all sampled, with log-probabilities there only."""
     assert list(sample.input_ids) == exchanges[-1].prompt + exchanges[-1].completion
     trained = [token for token, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on]
     assert trained == [token for exchange in exchanges for token in exchange.completion]
@@ -219,9 +219,10 @@ class Tokens:
 class PolicyEngine(FakeEngine):
     """A fake engine that serves versions of weights as `inference` does: the same routes, the same proof by hash.
 
-    What it samples is a function of prompt, seed and version (without a seed, of how many requests came before), so that a run that is cut off
-    and one that is not give the same tokens, and one that is served another version than it asked for does not. Rewards of reverse-text
-    differ within a group. The fault points of the real server stand here too (process `inference`), and `generate` and `logprob_check`; `error` at the
+    What it samples depends on prompt, seed and version (without a seed, on how many requests came before): a run
+    that is cut off gives the same tokens as one that is not, and one served a wrong version does not. Rewards of
+    reverse-text differ in a group. It has the real server's fault points (process `inference`), and `generate` and
+    `logprob_check`; `error` at the
     first is a 500.
     """
 
@@ -353,5 +354,6 @@ if __name__ == "__main__":
     processes.watch()
     faults.arm("inference")
     more = {"port": options.port, "delay": options.delay}
-    engine = PolicyEngine(options.model, weights=options.weights, **more) if options.policy else FakeEngine(options.model, **more)  # fmt: skip
+    more |= {"weights": options.weights} if options.policy else {}
+    engine = (PolicyEngine if options.policy else FakeEngine)(options.model, **more)
     asyncio.run(_serve(engine))

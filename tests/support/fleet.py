@@ -84,7 +84,7 @@ class Server(ScriptedEngine):
 
 
 class FleetPool(ScriptedPool):
-    """What an episode gives depends on what the very server serves that it was sent to; a server that is down fails it."""
+    """What an episode gives depends on what its own server serves; a server that is down fails it."""
 
     def __init__(self, servers: list[Server], routed: bool = False) -> None:
         super().__init__(servers[0])
@@ -214,8 +214,7 @@ class FleetWorld(World):
         return has_batch(self, self.trained)() and (self.over or self.trained + 1 < self.steps)
 
     async def run(self, script: AsyncIterator[None]) -> None:
-        """A run, and a script beside it up to its `yield`. Afterwards no episode is lost, and what was trained was sampled by a version that
-        its lineage names."""
+        """Run beside a script up to its `yield`. No episode is lost; versions that sampled are of the lineage."""
         self.running = asyncio.create_task(self.orchestrator().run())
         training, happening = asyncio.create_task(self._train()), asyncio.ensure_future(anext(script))
         happening.add_done_callback(lambda _: setattr(self, "over", True))
@@ -236,8 +235,8 @@ class FleetWorld(World):
 
 
 def story(ends: str | None = None, **settings: Any) -> Callable[[Callable[..., AsyncIterator[None]]], Any]:
-    """Make a test of a script: an async generator of a world (and of what else the test asks for) with one `yield`. What comes before it happens
-    during the run, what comes after it is checked in the end. `ends`: the run ends with this error."""
+    """Make a test of a script: an async generator of a world (and of what else the test asks for) with one `yield`.
+    What precedes it happens during the run, what follows is checked at the end. `ends`: the error it ends with."""
 
     def wrap(script: Callable[..., AsyncIterator[None]]) -> Any:
         async def test(tmp_path, **requested: Any) -> None:

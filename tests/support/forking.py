@@ -1,4 +1,4 @@
-"""Ranks forked from one process that has imported everything already; for GPUs spawned, which a process that has looked at one cannot be forked for."""
+"""Ranks forked from a process that has imported everything already; for GPUs spawned: CUDA does not survive a fork."""
 
 import multiprocessing
 import os
@@ -9,7 +9,7 @@ from conftest import free_port
 
 
 def fork_ranks(ranks: int, target: Callable[..., object], seconds: float, **arguments: Any) -> None:
-    """`target` on so many ranks of one host, as torchrun would describe them. Ends this process where one of them fails."""
+    """Run `target` on so many ranks of one host, with torchrun's variables. End this process where one fails."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     # What is imported may have looked: torchao does.

@@ -82,7 +82,7 @@ def finish_group(ledger: ScriptedLedger, number: int, size: int = 2, env: str = 
 
 
 def commit(rollouts: Path, step: int, trained: list[str], filtered: list[str], groups: list[int]) -> None:
-    """Commit a batch of the ledger's episodes without telling the ledger: what a crash right after the rename leaves."""
+    """Commit a batch of the ledger's episodes unknown to the ledger: what a crash right after the rename leaves."""
     event = Batched(step, tasks(groups), trained, filtered)
     samples = [
         Sample(f"{name}.0", "g", "t", "reverse-text", [0], [1, 2], [False, True], [0.0, -1.0], [0.0, 1.0], 1.0, 0.5)

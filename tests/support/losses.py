@@ -1,5 +1,4 @@
-"""The loss of a step as the trainer computes it, and its gradient, for given log-probabilities: no model, no
-processes."""
+"""The trainer's loss of a step and its gradient, for given log-probabilities: no model, no processes."""
 
 from collections.abc import Sequence
 
@@ -20,8 +19,7 @@ def step_loss(
     config: LossConfig, samples: Sequence[Sample], new: tuple[dict[str, Tensor], dict[str, Tensor]],
     world: World, packs: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Samples, of groups named by a letter of `GROUPS`, are packed, weights normalized, and the loss is taken of each
-    micro-batch."""
+    """Samples, of groups named by a letter of `GROUPS`, are packed, weights normalized, micro-batches' losses taken."""
     chosen = [[samples[i] for i in pack] for pack in packs or [range(len(samples))]]
     batches = [collate([document(sample) for sample in pack], len(STREAMS)) for pack in chosen]
     if config.normalization == "group":

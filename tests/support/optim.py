@@ -1,7 +1,7 @@
 """For optimizer tests: small models, gradients that are the same on any number of ranks, and steps on them.
 
-Also runs as a file, `support/optim.py RUNS`: for each run described in RUNS (JSON, a list of the arguments of `run_rank`, and `ranks`) it forks that
-many ranks, one run after the other.
+Also runs as a file, `support/optim.py RUNS`: for each run in RUNS (JSON, a list of the arguments of `run_rank`, and
+`ranks`) it forks that many ranks, one run after the other.
 """
 
 import json
@@ -115,7 +115,7 @@ def load(model: nn.Module, optimizer: ShardedOptimizer, directory: Path, world: 
 
 
 def run_rank(out: str, settings: dict[str, Any], replicate: int = 1, checkpoint: str | None = None) -> None:
-    """Four steps on sharded parameters (with `checkpoint`, which an earlier run wrote after two, the last two of them). The full parameters go to
+    """Make four steps on sharded parameters (after a `checkpoint` the last two of them). The full parameters go to
     `out`/parameters.pt, a checkpoint to `out`/state."""
     torch.set_num_threads(1)
     world = init_world("cpu", 60, replicate)

@@ -1,7 +1,7 @@
-"""A simulated world around the real scheduler: an engine, a trainer and versions on a virtual clock; and the shortest step that such a world allows.
+"""The real scheduler in a simulated world with a virtual clock, and the shortest step that such a world allows.
 
-The engine gives all requests the same rate; `tokens_per_second(n)` of `n` requests together. More than `seats` of them wait in a queue. Training a
-batch takes `train` seconds, one batch after the other; a version is served `sync` seconds after its step, while generation goes on.
+The engine gives all requests the same rate, `tokens_per_second(n)` of `n` together; more than `seats` of them wait.
+A batch at a time trains, in `train` seconds; a version is served `sync` seconds after its step; generation goes on.
 """
 
 import heapq
@@ -44,7 +44,7 @@ class World:
 
     @property
     def steps(self) -> int:
-        """As many as `simulate` looks at: the first are not counted, and the others are many whole turns of the batches that may be in flight."""
+        """As many as `simulate` looks at: the first are not counted, the others are many whole turns of the batches."""
         return 24 + self.counted
 
     @property
@@ -108,19 +108,20 @@ def simulate(world: World, *, max_concurrent: int = 10**9, paced: bool = True, s
 
 
 def shortest_step(world: World) -> float:
-    """The least that a step can take on average at this async level, whatever the scheduler does. All replies have the mean length.
+    """Return the least mean step at this async level, whatever the scheduler does. All replies have the mean length.
 
     1. The trainer trains one batch after the other: a step takes `train` at least.
-    2. Of the groups that may start on version v, those of the first v + k + 1 batches, the batches that have been cut are sampled already. While the
-       versions of m cut batches are not served yet, k + 1 - m batches can be in flight at most. Each batch is in that state for `train + sync` at
-       least, so m is (train + sync) / step on average (Little's law), and it is a whole number at every moment.
-       `tokens_per_second(n)` is concave, so the mean of what the engine does with k + 1 - m batches is at most the piecewise linear function through
-       its values at whole numbers of batches, taken at the mean of k + 1 - m. A step's tokens must be sampled in a step's time:
+    2. Of the groups that may start on version v (those of the first v + k + 1 batches) the cut batches are sampled
+       already. While versions of m cut batches are not served yet, at most k + 1 - m batches are in flight. Each batch
+       stays in that state for at least `train + sync`, so m is (train + sync) / step on average (Little's law), and a
+       whole number at every moment. `tokens_per_second(n)` is concave, so the engine's mean rate with k + 1 - m
+       batches is at most the piecewise linear function through its values at whole numbers of batches, taken at the
+       mean of k + 1 - m. A step's tokens must be sampled in a step's time:
 
            batch * reply / step <= rate(k + 1 - (train + sync) / step)
 
-       The left side falls with the step, the right side rises: the least step is where they meet. At level 0 that is generation + train + sync;
-       with an engine that is never full (latency + train + sync) / (k + 1); with one that is always full batch * reply / engine_rate.
+       The left side falls with the step, the right side rises; they meet at the least step. At level 0 it is generation
+       + train + sync; with an engine never full (latency + train + sync) / (k + 1); always full batch * reply / rate.
     """
     wait, tokens = world.train + world.sync, world.batch * world.reply
 

@@ -84,7 +84,7 @@ def torchrun(ranks: int, script: Path, config: Path, log: Path, env: dict[str, s
 
 
 def until(condition: Callable[[], object], what: str, *commands: Command, seconds: float = 120.0) -> None:
-    """Look until it holds. A deadline that passes, or one of `commands` that ends before, fails the test with their last lines."""
+    """Poll until it holds. Fail with the last lines of `commands` after a deadline, or if one of them ends before."""
     deadline = time.monotonic() + seconds
     while not condition():
         ended = [command.name for command in commands if command.process.poll() is not None]
@@ -107,7 +107,7 @@ def wait_for_all(commands: Sequence[Command], timeout: float) -> None:
 def run_forked(
     name: str, *arguments: object, cwd: Path = REPOSITORY, env: Mapping[str, str] | None = None, seconds: float = 120.0
 ) -> "subprocess.CompletedProcess[str]":
-    """Run one of our commands in a fork of this process, which spares it what is imported here: most of the time of a short run."""
+    """Run one of our commands in a fork of this process, which has done the imports: most of a short run's time."""
     words = [name, *map(str, arguments)]
     with tempfile.TemporaryDirectory() as directory:
         outputs = [Path(directory) / stream for stream in ("stdout", "stderr")]

@@ -1,4 +1,4 @@
-"""What a trainer that publishes its weights from memory has: a buffer, its publisher, and a run directory. Tensors are the test's own."""
+"""What a trainer that publishes from memory has: a buffer, a publisher, a run directory. Tensors are the test's own."""
 
 import shutil
 import time
@@ -39,11 +39,12 @@ class PublishingTrainer:
         self.publisher = Publisher(self.buffer, host="127.0.0.1", port=port, timeout=timeout, handle=handle)
 
     def publish(
-        self, version: int, tensors: Mapping[str, torch.Tensor], *, config: Path | None = None, address: PublisherAddress | None = None, spoil: bool = False
+        self, version: int, tensors: Mapping[str, torch.Tensor], *, config: Path | None = None,
+        address: PublisherAddress | None = None, spoil: bool = False,
     ) -> Path:  # fmt: skip
         """Offer a version, and commit its manifest with a copy of `config`. `spoil`: other bytes than it says."""
         self.publisher.withdraw()
-        entries = {name: TensorEntry("", NAMES[tensor.dtype], list(tensor.shape), "") for name, tensor in tensors.items()}  # fmt: skip
+        entries = {name: TensorEntry("", NAMES[x.dtype], list(x.shape), "") for name, x in tensors.items()}
         ranges, size = layout(entries)
         buffer = self.buffer[:size].zero_()
         for name, view in tensor_views(buffer, entries):
@@ -87,7 +88,7 @@ def received(manifest: WeightsManifest) -> dict[str, torch.Tensor]:
 
 
 def publish_slowly(root: Path, timeout: float, line: Connection) -> None:
-    """In a process: publish each version that is asked for, block by block so slowly that the socket never holds the rest."""
+    """Publish, in a process, each version asked for, block by block so slowly that the socket never holds the rest."""
     exchange.TCP_BLOCK_BYTES, send = 51_200, exchange.Channel.send_bytes
 
     def send_slowly(channel: exchange.Channel, data: memoryview) -> None:

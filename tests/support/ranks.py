@@ -1,6 +1,6 @@
-"""Ranks of a trainer, forked from one process that has imported everything already: `python -m support.ranks ENTRYPOINT RUNS`.
+"""Ranks of a trainer, forked from a process that has imported everything: `python -m support.ranks ENTRYPOINT RUNS`.
 
-RUNS is JSON, a list of (ranks, the command line of `trainer` or `sft`); one run follows the other, and the first that fails ends it.
+RUNS is JSON, a list of (ranks, the command line of `trainer` or `sft`); runs follow one another, and a failure ends it.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Router replay against a real engine: conversations with the experts that it chose, and the trainer's error on them."""
+"""Router replay against a real engine: conversations with the experts it chose, and the trainer's error on them."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -66,7 +66,7 @@ def documents_of(conversations: list[list[Turn]], routers: Routers) -> list[Docu
 def errors(
     policy: Policy, documents: list[Document], routers: Routers | None, device: torch.device
 ) -> tuple[float, float, float]:
-    """Of the trainer's log-probabilities the mean and the largest |Δ| from the engine's, and KL; None: without replay."""
+    """Return mean and largest |Δ| of the trainer's log-probabilities from the engine's, and KL; None: no replay."""
     ratios = []
     for start in range(0, len(documents), 8):
         batch = to_device(collate(documents[start : start + 8], 1, 128, routers), device)

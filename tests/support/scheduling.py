@@ -119,7 +119,7 @@ class World:
         self.scheduler.verify(self.scheduler.unverified())
 
     def doubt(self) -> None:
-        """A server was started again, the only one or one of several: what it sampled and is not verified is made again."""
+        """Start a server again, the only one or one of several: its unverified samples are made again."""
         several = self.random.random() < 0.5
         others = {name for name in self.running if several and self.random.random() < 0.5}
         lost = self.scheduler.invalidate("gone", self.scheduler.running_or_unverified() - others)

@@ -1,4 +1,4 @@
-"""A scripted trainer, engine and pool of environments around the real orchestrator: what the outside world may do to it, in milliseconds."""
+"""A scripted trainer, engine and environments around the real orchestrator: the outside world, in milliseconds."""
 
 import asyncio
 import json
@@ -92,7 +92,7 @@ class ScriptedEngine:
 
 
 class ScriptedPool:
-    """Every episode takes 20 ms; tokens and rewards are a function of its place and the version, and rewards differ within a group.
+    """Every episode takes 20 ms; tokens and rewards depend on its place and the version; rewards differ in a group.
 
     `before` may change the world or the result.
     """
@@ -199,7 +199,7 @@ def fresh(directory: Path, **settings: object) -> World:
 
 
 async def follow(world: World, versions: Iterable[int], orchestrator: Orchestrator | None = None) -> None:
-    """Run an orchestrator to its end. The trainer commits each of `versions` as soon as the batch before it is committed."""
+    """Run an orchestrator to its end. The trainer commits each of `versions` once the batch before it is committed."""
     run = asyncio.create_task((orchestrator or world.orchestrator()).run())
     for version in versions:
         await until(has_batch(world, version - 1), run=run)

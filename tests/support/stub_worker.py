@@ -1,8 +1,8 @@
 """A real environment worker around a scripted environment, which needs no model and is ready in a moment; what it does
 wrong is told by files.
 
-`stub_python(directory)` makes an "interpreter" for `EnvConfig.python` that runs it. `tell(directory, task, deed)` has the next episode of that task do
-the deed, once; `args = {"chance": …}` has a share of all episodes do one, by a seeded draw over the episode's name.
+`stub_python(directory)` makes an "interpreter" for `EnvConfig.python` that runs it. `tell(directory, task, deed)` has
+that task's next episode do the deed, once; `args = {"chance": …}` has a share of all do one, by a seeded draw.
 """
 
 import asyncio
@@ -28,8 +28,7 @@ _serving: list[worker.WorkerServer] = []
 
 
 class StubEnv:
-    """Every episode takes `seconds`, those of the last task `slow`, and blocks for `blocks`; its reward is a draw over
-    its name."""
+    """Every episode takes `seconds` (the last task's `slow`) and blocks for `blocks`; its name draws its reward."""
 
     bounded = True
 
@@ -67,7 +66,8 @@ class StubEnv:
             array("i", [1, draw.randrange(1000)]), bytes([False, True]), array("f", [0.0, -draw.random()]), 1, 0.0
         )
         return EpisodeResult(
-            episode_id, self.setup.name, self.task_ids[task], Outcome.OK, reward=draw.random(), samples=[tokens], num_turns=1
+            episode_id, self.setup.name, self.task_ids[task], Outcome.OK, reward=draw.random(), samples=[tokens],
+            num_turns=1,
         )  # fmt: skip
 
 
@@ -120,7 +120,8 @@ async def _stray(directory: Path) -> None:
     """A daemon: in a session of its own, its parent gone, its number in a file."""
     told = directory / "stray"
     script = (
-        "import os,sys,time; os.setsid(); os.fork() and os._exit(0); open(sys.argv[1] + '.new','w').write(str(os.getpid()));"
+        "import os,sys,time; os.setsid(); os.fork() and os._exit(0);"
+        "open(sys.argv[1] + '.new','w').write(str(os.getpid()));"
         "os.replace(sys.argv[1] + '.new', sys.argv[1]); time.sleep(1000)"
     )
     told.unlink(missing_ok=True)

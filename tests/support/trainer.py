@@ -1,4 +1,4 @@
-"""For trainer tests: a world of one rank, tiny models on disk, rollouts for them. Take a fixture into a test module with `world = support.world`."""
+"""For trainer tests: a world of one rank, tiny models on disk, rollouts. Take fixtures with `world = support.world`."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +94,7 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def run_training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[TrainerConfig | SFTConfig], None]]:
-    """`train` of RL or fine-tuning in this process, whose signal handlers and process group are put back in order; its waits look often."""
+    """Return `train` of RL or SFT, in this process; restore signal handlers and process group; poll waits often."""
     monkeypatch.setattr(wait, "LEAST_POLL_SECONDS", 0.01)
     monkeypatch.setitem(wait.wait.__kwdefaults__, "poll", 0.01)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -1,4 +1,4 @@
-"""Versions of a model that an engine loads, and what may go wrong with them on their way: for mutation tests on a CPU and on GPUs."""
+"""Versions of a model that an engine loads, and what may go wrong with them: for mutation tests on CPUs and GPUs."""
 
 import tempfile
 from collections.abc import Callable, Iterator

@@ -47,7 +47,7 @@ def test_every_loss_learns(name: str, world: World) -> None:
 
 
 def test_stale_samples_need_a_correction(world: World) -> None:
-    """Contract: at async level 2 and a large learning rate the uncorrected loss loses what it keeps with fresh samples; corrected ones do not."""
+    """Contract: at async level 2 and a large learning rate the uncorrected loss falls behind; corrected ones do not."""
     setting = bandit.STALE["SGD 150"]
 
     def settled(loss: str, level: int = 2) -> float:

@@ -1,4 +1,4 @@
-"""The trainer's benchmark: it runs where there is no GPU, its figures add up, and the page shows what the files hold."""
+"""The trainer's benchmark runs where there is no GPU, its figures add up, and the page shows what the files hold."""
 
 import argparse
 import json
@@ -50,8 +50,8 @@ def test_every_suite_is_a_valid_config() -> None:
 
 
 def test_a_simulated_fleet() -> None:
-    """The real core on a virtual clock: the further it may run ahead, the fuller the fleet and the older what is trained. At level 0 nothing is old, and
-    the seats stand empty while the slowest of a batch are awaited and while the trainer works."""
+    """The real core on a virtual clock: the further it may run ahead, the fuller the fleet and the older the samples.
+    At level 0 nothing is old, and the seats are empty while the slowest of a batch or the trainer are awaited."""
     rows = [
         simulate_fleet.measure(simulate_fleet.Fleet(2, level=level, seconds=60.0, warm=120.0)) for level in (0, 4, 8)
     ]

@@ -36,12 +36,13 @@ def test_a_file_is_run_once(here: Path) -> None:
 
 
 def test_a_module_of_the_working_directory(here: Path) -> None:
-    """Contract: found as the processes that `rl` starts find it, though a console script has another directory on its path. It hides no other module."""
+    """Contract: found as the processes of `rl` find it, though a console script has another path. It hides none."""
     (here / "only_here.py").write_text("def value(): ...")
     (here / "json.py").write_text("raise AssertionError")
     script = "import sys; sys.path[:] = [one for one in sys.path if one]\n"
     script += "from prime_rl.importing import load_function\n"
-    script += "print(load_function('only_here:value', {}, 0, 'loss.path').__module__); load_function('json:dumps', {}, 1, 'loss.path')"
+    script += "print(load_function('only_here:value', {}, 0, 'loss.path').__module__)\n"
+    script += "load_function('json:dumps', {}, 1, 'loss.path')"
     found = subprocess.run([sys.executable, "-P", "-c", script], cwd=here, capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stderr
     assert found.stdout == "only_here\n"

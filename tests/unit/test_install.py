@@ -43,8 +43,8 @@ def git(*arguments: str | Path) -> None:
 
 
 def test_piped_into_an_empty_directory(tmp_path: Path) -> None:
-    """`cat install.sh | bash -s -- ARGUMENT…` clones, installs into the clone and says how to go on; the second time it uses the clone; within the clone
-    it stays there."""
+    """`cat install.sh | bash -s -- ARGUMENT…` clones, installs into the clone and says how to go on; the second time it
+    uses the clone; within the clone it stays there."""
     stub(tmp_path, "uv", 'echo "uv $* in $PWD"')
     repository, here, plain = (tmp_path / name for name in ("repository", "empty", "plain"))
     for directory in (repository, here, plain):

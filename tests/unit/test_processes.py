@@ -56,7 +56,8 @@ def test_strangers_are_not_followed() -> None:
     assert not processes.follow(os.getpid())
     assert not processes.follow(2**22 + 1)
     late = {**os.environ, processes.ENV: f"{os.getpid()}:1"}  # its pid is another process's now
-    done = subprocess.run([sys.executable, "-c", WATCH], env=late, start_new_session=True, capture_output=True, text=True)  # fmt: skip
+    command = [sys.executable, "-c", WATCH]
+    done = subprocess.run(command, env=late, start_new_session=True, capture_output=True, text=True)
     assert (done.returncode, "is gone" in done.stderr) == (-signal.SIGKILL, True)
 
 

@@ -1,4 +1,4 @@
-"""Contracts about the whole: nothing is unpickled, no key is written or passed where others read it, remote code is off."""
+"""Contracts about the whole: nothing is unpickled, no key is written or passed in the open, remote code is off."""
 
 import os
 import re
@@ -43,7 +43,8 @@ RESTRICTED = {"environments/livecodebench/tests.py"}
 
 def test_nothing_is_unpickled() -> None:
     """Contract: what comes from another process or a file is data, never code; the check can fail."""
-    files = {path.relative_to(ROOT).as_posix(): path for room in ("src", "environments") for path in (ROOT / room).rglob("*.py")}  # fmt: skip
+    paths = [path for room in ("src", "environments") for path in (ROOT / room).rglob("*.py")]
+    files = {path.relative_to(ROOT).as_posix(): path for path in paths}
     for name in RESTRICTED:
         assert "def find_class" in files.pop(name).read_text(), "its Unpickler chooses the classes"
     lines = [f"{name}: {line}" for name, path in files.items() for line in path.read_text().splitlines()]
@@ -53,7 +54,7 @@ def test_nothing_is_unpickled() -> None:
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_settings_that_hold_keys_are_marked(cls: type[BaseConfig]) -> None:
-    """Contract: a setting named like a secret is marked as one (neither shown nor written), or names a variable; remote code is off."""
+    """Contract: a setting named like a secret is marked (not shown or written), or names a variable; no remote code."""
     for setting in settings(cls):
         keys, name = setting.keys, setting.keys[-1]
         if str in setting.kinds and is_secret(name) and not name.endswith("_var"):
@@ -63,8 +64,7 @@ def test_settings_that_hold_keys_are_marked(cls: type[BaseConfig]) -> None:
 
 
 def test_the_key_reaches_those_who_need_it_by_environment() -> None:
-    """Contract: server and orchestrator get it as a variable. No command line, resolved config, error or plan holds it,
-    and the trainer does not get it."""
+    """Contract: server and orchestrator get it as a variable, the trainer not; no command line or file holds it."""
     environments = [TrainingEnv(id="reverse-text")]
     config = RLConfig(
         orchestrator=OrchestratorConfig(environments=environments), inference=InferenceConfig(api_key=KEY)
@@ -72,7 +72,8 @@ def test_the_key_reaches_those_who_need_it_by_environment() -> None:
     plan = make_plan(config, HostResources([], 2, {}))
     assert {process.name for process in plan.processes if KEY in process.env.values()} == {"inference", "orchestrator"}
     assert not any(KEY in argument for process in plan.processes for argument in process.argv)
-    shown = [describe(plan), *(text for section in (config, config.inference) for text in (to_toml(section), repr(section)))]  # fmt: skip
+    sections = (config, config.inference)
+    shown = [describe(plan), *(text for section in sections for text in (to_toml(section), repr(section)))]
     with pytest.raises(Exception, match="port") as error:
         parse(InferenceConfig, ["--api-key", KEY, "--server.port", "0"], {})
     assert not any(KEY in text for text in (*shown, str(error.value)))
@@ -90,7 +91,7 @@ def test_a_dry_run_shows_no_key(tmp_path: Path) -> None:
 
 
 def test_wandb_is_shown_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: the configuration that W&B displays has no text under the names of secrets, such as an environment's argument."""
+    """Contract: the configuration that W&B displays has no text under names of secrets, as environments' arguments."""
     wandb = MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     config = OrchestratorConfig(environments=[TrainingEnv(id="judge", args={"judge_key": KEY, "split": "train"})])
@@ -113,7 +114,7 @@ def test_wandb_is_shown_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_key_among_an_environments_arguments_is_refused(args: dict[str, Any], refused: bool) -> None:
-    """They are written to configs/ and shown; the message leads to `secrets` and does not repeat the key. What only sounds like one passes."""
+    """Written to configs/ and shown; the message leads to `secrets` without the key. What only sounds alike passes."""
     if not refused:
         assert EnvConfig(id="x", args=args).args == args
         return

@@ -222,7 +222,7 @@ class InferenceClient:
             raise ServerError(f"{self.root} answers without log-probabilities of the prompt ({error!r})") from error
 
     async def sample(self, tokens: Sequence[int], most: int, seed: int, experts: bool = False) -> list[Any]:
-        """Continue a prompt at temperature 1; return the tokens, their log-probabilities and, if asked for, the `experts`
+        """Continue a prompt at temperature 1; return the tokens, their log-probabilities and, if asked for, `experts`
         of all that was computed, as the route has them. Raises as `score`."""
         params = {"max_tokens": most, "temperature": 1.0, "seed": seed, "logprobs": 0}
         params |= {"routed_experts_prompt_start": 0} if experts else {}

@@ -69,7 +69,7 @@ UNEQUAL = [
 
 
 async def test_equality() -> None:
-    """Contract: the way an answer is written does not decide; near is not equal, and what is no mathematics is wrong, not an error."""
+    """Contract: spelling does not decide; near is not equal; what is no mathematics is wrong, not an error."""
     for pairs, equal in ((EQUAL, True), (UNEQUAL, False)):
         for truth, answer in pairs:
             assert (await judge.equal(truth, answer)) == equal, (truth, answer)
@@ -89,7 +89,7 @@ async def test_an_answer_that_takes_for_ever() -> None:
 
 
 def test_no_judge_outlives_its_process() -> None:
-    """Contract: a judge ends when the one who asks is killed; any thread's loop can ask, for it needs no signal handlers."""
+    """Contract: a judge ends when its asker is killed; any thread's loop can ask: it needs no signal handlers."""
     code = (
         "import asyncio, os, threading\nfrom benchmark_tasks import judge\n"
         "def ask(): print(asyncio.run(judge.equal('a+b', 'b+a')))\n"

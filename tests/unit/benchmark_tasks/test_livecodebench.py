@@ -42,9 +42,9 @@ def case(given: str, expected: str, kind: str = "stdin") -> dict[str, str]:
 
 def row(id: str, shown: list[dict[str, str]], hidden: str, **more: Any) -> dict[str, Any]:
     return {
-        "question_title": "t", "question_content": "Add two numbers.", "platform": "atcoder", "question_id": id, "contest_id": "c",
-        "contest_date": "2024-09-01T00:00:00", "starter_code": "", "difficulty": "easy", "public_test_cases": json.dumps(shown),
-        "private_test_cases": hidden, "metadata": "{}", **more,
+        "question_title": "t", "question_content": "Add two numbers.", "platform": "atcoder", "question_id": id,
+        "contest_id": "c", "contest_date": "2024-09-01T00:00:00", "starter_code": "", "difficulty": "easy",
+        "public_test_cases": json.dumps(shown), "private_test_cases": hidden, "metadata": "{}", **more,
     }  # fmt: skip
 
 
@@ -90,8 +90,8 @@ CALLED = [
 
 
 async def test_programs(data: str) -> None:
-    """Contract: right for all tests, shown and hidden, or wrong; those that read, and those whose named function, or method of Solution, is called
-    with the arguments of each test, with typing's names there."""
+    """Contract: right for all tests, shown and hidden, or wrong; programs that read, and those whose function (or
+    method of Solution) is called with each test's arguments, with typing's names there."""
     for task, programs in zip(load(data=data), (READING, CALLED), strict=True):
         for program, reward in programs:
             assert await score(task, program) == reward, program
@@ -153,8 +153,7 @@ class Evil:
     ],
 )
 def test_hidden_tests_that_are_not(private: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: a pickle that would run code is refused, and never run; so is whatever else the dataset does not hold, and a small string does not
-    become all memory."""
+    """Contract: a pickle that would run code never runs; foreign data and strings that fill memory are refused."""
     monkeypatch.setattr("livecodebench.tests.LARGEST", 1000)
     with pytest.raises(DataError) as caught:
         read_tests("[]", private, "p")
@@ -163,8 +162,7 @@ def test_hidden_tests_that_are_not(private: str, message: str, monkeypatch: pyte
 
 
 def test_outputs_compared() -> None:
-    """Contract: space at the ends of lines and the spelling of numbers do not matter, everything else does; no output is an error, which would take
-    the attempt out of the mean."""
+    """Contract: trailing space and spelling of numbers do not matter, all else does; no output is an error."""
     same = [("1 2 \n3\n\n", "1 2\n3"), ("0.50 2", "0.5 2.0")]
     others = [("1\n2", "1 2"), ("a b", "ab"), ("1", "1\n1"), ("sNaN", "1"), ("1 sNaN", "1 2")]
     assert [same_lines(*pair) for pair in [*same, *others]] == [True] * len(same) + [False] * len(others)

@@ -1,4 +1,4 @@
-"""The packages of benchmarks: rows in each dataset's own schema become tasks with durable ids, and replies are judged."""
+"""The packages of benchmarks: rows in each dataset's schema become tasks with durable ids, and replies are judged."""
 
 import csv
 import json
@@ -18,20 +18,21 @@ from benchmark_tasks.rows import DataError
 
 MATH500 = [
     {"problem": "1+1?", "answer": "2", "subject": "Algebra", "level": 1, "unique_id": "test/algebra/1.json"},
-    {"problem": "Half?", "answer": r"\frac{1}{2}", "subject": "Algebra", "level": 5, "unique_id": "test/algebra/2.json"},
+    {"problem": "1/2?", "answer": r"\frac{1}{2}", "subject": "Algebra", "level": 5, "unique_id": "test/algebra/2.json"},
     {"problem": "2+2?", "answer": "4", "subject": "Geometry", "level": 5, "unique_id": "test/geometry/1.json"},
 ]  # fmt: skip
 AIME24 = [{"id": 60, "problem": "p", "solution": "s", "answer": "033", "url": "u", "year": "2024"}]
 AIME25 = [{"problem": "p", "answer": "70", "id": "0"}, {"problem": "q", "answer": "588", "id": "1"}]
 GSM8K = [{"question": "How many?", "answer": "First <<1+1=2>>2.\nThen more.\n#### 1,234"}]
 MATH = [
-    {"problem": "x?", "level": "Level 5", "type": "Algebra", "solution": r"As \boxed{1} is not it, $x = \boxed{\frac{3}{4}}$."},
+    {"problem": "x?", "level": "Level 5", "type": "Algebra", "solution": r"\boxed{1}? No, $\boxed{\frac{3}{4}}$."},
     {"problem": "y?", "level": "Level 1", "type": "Geometry", "solution": r"\boxed 7"},
     {"problem": "z?", "level": "Level ?", "type": "Geometry", "solution": r"\fbox{8}"},
 ]  # fmt: skip
 GENESYS = [
     {
-        "problem_id": f"math_{n}", "task_type": kind, "prompt": f"problem {n}", "verification_info": info, "metadata": "{}",
+        "problem_id": f"math_{n}", "task_type": kind, "prompt": f"problem {n}", "verification_info": info,
+        "metadata": "{}",
         "solve_rate_qwen_r1_distill_7b": n / 4,
     }
     for n, (kind, info) in enumerate(
@@ -50,7 +51,8 @@ DEEPSCALER = [
 ]
 GPQA = [
     {
-        "Record ID": f"rec{n}", "Question": f" What {n}? ", "Correct Answer": " right\n", "Incorrect Answer 1": "wrong one",
+        "Record ID": f"rec{n}", "Question": f" What {n}? ", "Correct Answer": " right\n",
+        "Incorrect Answer 1": "wrong one",
         "Incorrect Answer 2": "wrong two", "Incorrect Answer 3": "wrong three", "High-level domain": domain,
     }
     for n, domain in enumerate(["Physics", "Biology", "Physics", "Chemistry"] * 5)
@@ -80,13 +82,13 @@ async def score(task: Any, reply: str) -> float:
 
 
 CASES: list[tuple[str, str, list[dict[str, Any]], list[str], list[str]]] = [
-    ("math500", "a.jsonl", MATH500, ["math500/test/algebra/1.json", "math500/test/algebra/2.json", "math500/test/geometry/1.json"], ["2", r"\frac{1}{2}", "4"]),
+    ("math500", "a.jsonl", MATH500, [f"math500/{row['unique_id']}" for row in MATH500], ["2", r"\frac{1}{2}", "4"]),
     ("aime2024", "a.parquet", AIME24, ["aime2024/60"], ["33"]),
     ("aime25", "a.csv", AIME25, ["aime2025/0", "aime2025/1"], ["70", "588"]),
     ("gsm8k", "a.parquet", GSM8K, ["gsm8k/313ffee464e564ae"], ["1234"]),
     ("hendrycks-math", "a.jsonl", MATH, ["hendrycks-math/" + one for one in ("", "", "")], [r"\frac{3}{4}", "7", "8"]),
-    ("hendrycks-math", "a.jsonl", GENESYS, ["hendrycks-math/math_0", "hendrycks-math/math_1", "hendrycks-math/math_3"], ["5", "6", r"\sqrt{2}"]),
-    ("intellect-math", "a.parquet", GENESYS, ["intellect-math/math_0", "intellect-math/math_1", "intellect-math/math_3"], ["5", "6", r"\sqrt{2}"]),
+    ("hendrycks-math", "a.jsonl", GENESYS, [f"hendrycks-math/math_{n}" for n in (0, 1, 3)], ["5", "6", r"\sqrt{2}"]),
+    ("intellect-math", "a.parquet", GENESYS, [f"intellect-math/math_{n}" for n in (0, 1, 3)], ["5", "6", r"\sqrt{2}"]),
     ("deepscaler", "a.jsonl", DEEPSCALER, ["deepscaler/", "deepscaler/"], ["1", "2"]),
 ]  # fmt: skip
 
@@ -97,7 +99,7 @@ CASES: list[tuple[str, str, list[dict[str, Any]], list[str], list[str]]] = [
 def test_rows_become_tasks(
     id: str, file: str, rows: list[dict[str, Any]], keys: list[str], answers: list[str], tmp_path: Path
 ) -> None:
-    """Contract: in the dataset's schema and from any kind of file, questions, answers and ids are what the dataset says."""
+    """Contract: in the dataset's schema and from any kind of file, questions, answers and ids are the dataset's."""
     tasks = load(id, data=write(tmp_path / file, rows))
     assert [task.data.answer for task in tasks] == answers
     assert len({task.key for task in tasks}) == len(tasks)
@@ -134,7 +136,7 @@ def test_tasks_are_chosen(tmp_path: Path) -> None:
 
 
 async def test_gpqa(tmp_path: Path) -> None:
-    """Contract: the right option is at a place of the question's own, evenly spread; its letter, in any dress, or its text is right."""
+    """Contract: the right option's place is the question's own, evenly spread; its letter, dressed, or text counts."""
     tasks = load("gpqa", data=write(tmp_path / "a.csv", GPQA))
     assert {task.data.answer for task in tasks} == set("ABCD")
     assert len(load("gpqa", data=str(tmp_path / "a.csv"), domains=["Physics"])) == 10
@@ -159,12 +161,12 @@ async def test_gpqa(tmp_path: Path) -> None:
         ("math500", [MATH500[0], MATH500[0]], {}, "rows 0 and 1 have the same unique_id 'test/algebra/1.json'"),
         ("math500", MATH500, {"levels": [2]}, "nothing is left after what its settings leave out"),
         ("math500", MATH500, {"split": "test"}, "has no splits"),
-        ("aime2024", [{"id": 1, "problem": "p", "answer": "1000"}], {}, "the answer '1000' is no whole number from 0 to 999"),
+        ("aime2024", [{"id": 1, "problem": "p", "answer": "1000"}], {}, "'1000' is no whole number from 0 to 999"),
         ("gsm8k", [{"question": "q", "answer": "42"}], {}, "row 0: no answer after #### in column 'answer'"),
         ("hendrycks-math", [{**MATH[0], "solution": "x = 3"}], {}, r"no answer in a \boxed{} of column 'solution'"),
         ("intellect-math", GENESYS[2:3], {}, "no row has task_type 'verifiable_math'; there is verifiable_code"),
-        ("intellect-math", [{**GENESYS[0], "verification_info": "{"}], {}, "problem math_0: verification_info is not JSON"),
-        ("intellect-math", [{**GENESYS[0], "verification_info": "{}"}], {}, "problem math_0: verification_info has no ground_truth"),
+        ("intellect-math", [{**GENESYS[0], "verification_info": "{"}], {}, "math_0: verification_info is not JSON"),
+        ("intellect-math", [{**GENESYS[0], "verification_info": "{}"}], {}, "verification_info has no ground_truth"),
         ("gpqa", [{"Question": "q"}], {}, "no column 'Record ID'"),
     ],
 )  # fmt: skip
@@ -179,7 +181,7 @@ def test_bad_data(id: str, rows: list[dict[str, Any]], args: dict[str, Any], mes
 
 
 def test_data_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: a path that does not exist is said to; a hub that cannot be reached names the local remedy, and for gated data the token."""
+    """Contract: a missing path is named; an unreachable hub names the local remedy, and for gated data the token."""
     with pytest.raises(DataError, match=r"there is no such file or directory"):
         load("math500", data=str(tmp_path / "none.jsonl"))
 

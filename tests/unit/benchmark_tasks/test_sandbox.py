@@ -29,7 +29,7 @@ def run(program: str, given: str = "", limits: Limits = LIMITS) -> Run:
 
 
 def test_a_program_runs() -> None:
-    """Contract: standard input, standard output, threads, deep recursion, asyncio and the standard library are there."""
+    """Contract: standard input and output, threads, deep recursion, asyncio and the standard library are there."""
     program = (
         "import sys, threading, asyncio\nsys.setrecursionlimit(10**6)\n"
         "def f(n): return n and 1 + f(n - 1)\n"
@@ -50,7 +50,7 @@ REFUSED = [
 
 
 def test_no_network_and_no_other_processes() -> None:
-    """Contract: a program has no sockets at all. It starts no processes, so that none can stay behind, and ends none."""
+    """Contract: a program has no sockets. It starts no processes, so that none can stay behind, and ends none."""
     for program in REFUSED:
         ran = run(program)
         assert ran.ended is Ended.FAILED
@@ -119,7 +119,7 @@ def test_output_is_bounded() -> None:
 
 
 def test_files_are_bounded_and_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: large files and many files fail; nothing outside its directory can be written; nothing is left of what it wrote."""
+    """Contract: large files and many files fail; nothing outside its directory can be written; nothing is left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert "File too large" in run("open('big', 'wb').write(b'x' * (2 << 20))").message
     assert "No space left" in run("for i in range(99): open(str(i), 'wb').write(b'x' * (1 << 19))").message
@@ -129,20 +129,22 @@ def test_files_are_bounded_and_its_own(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_keys_stay_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: neither inherited, nor read from the processes around it, nor from files: there are none but Python's."""
+    """Contract: neither inherited, nor read from processes around it, nor from files: there are none but Python's."""
     monkeypatch.setenv("SECRET_API_KEY", "sk-123")
     assert "SECRET" not in run("import os; print(dict(os.environ))").output
     secret = tmp_path / "token"
     secret.write_text("sk-123")
     for path in (secret, f"/proc/{os.getpid()}/environ", "/proc/self/environ", "/etc/passwd", Path(__file__)):
         assert "No such file" in run(f"open({str(path)!r})").message
-    assert set(run("import os; print(*os.listdir('/etc'))").output.split()) <= {"ld.so.cache", "alternatives", "localtime"}  # fmt: skip
+    listed = run("import os; print(*os.listdir('/etc'))").output.split()
+    assert set(listed) <= {"ld.so.cache", "alternatives", "localtime"}
 
 
 def test_it_has_no_capabilities() -> None:
     """Contract: the namespace of users makes it nobody."""
     asks = (
-        "import ctypes, os\nlibc = ctypes.CDLL(None)\nheader = (ctypes.c_uint32 * 2)(0x20080522, 0)\ndata = (ctypes.c_uint32 * 6)(*[9] * 6)\n"
+        "import ctypes, os\nlibc = ctypes.CDLL(None)\nheader = (ctypes.c_uint32 * 2)(0x20080522, 0)\n"
+        "data = (ctypes.c_uint32 * 6)(*[9] * 6)\n"
         "print(os.getuid(), libc.capget(header, data), *data)\n"
         "print(libc.unshare(0x10000000), libc.mount(b'none', b'/', b'tmpfs', 0, None), libc.chroot(b'/usr'))"
     )
@@ -166,7 +168,7 @@ def test_it_dies_with_who_started_it() -> None:
 
 
 def test_without_isolation_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Contract: where namespaces are not to be had, one line says so and what to do; `unsafe` runs without them, still limited."""
+    """Contract: without namespaces one line says so and what to do; `unsafe` runs without them, still limited."""
     denied = tmp_path / "jail.py"
     fails = 'raise OSError(1, "unshare: Operation not permitted") or call("unshare", '
     denied.write_text(Path(jail.__file__).read_text().replace('call("unshare", ', fails))
@@ -185,7 +187,7 @@ def test_without_isolation_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 @pytest.mark.parametrize("machine", sorted(jail.CALLS))
 def test_the_filter_of_calls(machine: str) -> None:
-    """Contract: run by hand, for each architecture: threads are allowed, processes, sockets and foreign calls are not."""
+    """Contract: run by hand, by architecture: threads are allowed; processes, sockets and foreign calls are not."""
     calls, architecture = jail.CALLS[machine], jail.ARCHITECTURES[machine]
     code = jail.program(machine)
     assert _verdict(code, architecture, calls["clone"], jail.CLONE_THREAD | 0x100) == jail.ALLOW

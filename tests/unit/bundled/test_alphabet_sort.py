@@ -12,15 +12,14 @@ def test_splits_share_no_people() -> None:
     assert Problem("first", (("Clara Quinn", "Bruno Abbot", "Ada Wolf"),)).split == PROBLEM.split
     assert Problem("last", (("Ada Wolf", "Bruno Abbot", "Clara Quinn"),)).id != PROBLEM.id
     people = [
-        {frozenset(name for names in one.turns for name in names) for seed in range(5) for one in problems(split, 60, seed)}
+        {frozenset(name for names in one.turns for name in names) for n in range(5) for one in problems(split, 60, n)}
         for split in ("train", "eval")
     ]  # fmt: skip
     assert not people[0] & people[1]
 
 
 def test_problems_are_within_bounds() -> None:
-    """Turns and names as asked; nobody shares a first or a last name, so that there is one right order. More than there
-    are names for is refused."""
+    """Turns and names as asked; nobody shares a name, so that one order is right. Too many people are refused."""
     found = problems("train", 100, min_turns=1, max_turns=3, min_names=2, max_names=5)
     assert len({problem.id for problem in found}) == 100
     assert {len(problem.turns) for problem in found} == {1, 2, 3}
@@ -45,7 +44,7 @@ def test_scores() -> None:
     right = ["<sorted>Bruno Abbot\nAda Wolf</sorted>", "<sorted>Bruno Abbot\nClara Quinn\nAda Wolf</sorted>"]
     assert scores(PROBLEM, right[:1], 4) == [1.0, 0.0]
     assert scores(PROBLEM, [*right, "<sorted>x</sorted>"], 4) == [1.0, 1.0]
-    # "Ada Wolf\nBruno Abbot" and "Bruno Abbot\nAda Wolf" (20 characters each) have in common "Bruno Abbot": 2 * 11 / 40.
+    # "Ada Wolf\nBruno Abbot" and "Bruno Abbot\nAda Wolf" (20 characters each) share "Bruno Abbot": 2 * 11 / 40.
     assert scores(PROBLEM, ["<sorted>Ada Wolf\nBruno Abbot</sorted>"], 1) == [0.55, 0.0]
     assert scores(PROBLEM, ["<sorted>Ada Wolf\nBruno Abbot</sorted>"], 2) == [pytest.approx(0.3025), 0.0]
     # difflib ignores frequent characters of long texts unless told otherwise.

@@ -1,4 +1,4 @@
-"""What holds for every bundled environment: data that never change, modules that need no verifiers, packages that verifiers loads."""
+"""What holds for every bundled environment: fixed data, modules without verifiers, packages that verifiers loads."""
 
 import hashlib
 from typing import Any
@@ -18,10 +18,14 @@ def _ids(problems: list[Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("made", "digest"),
     [
-        (wordle.data.words("train") + wordle.data.words("eval") + wordle.data.words("train", 50, seed=7), "479d2b0790c041e476dee5214ba22f42a4dd2b1880d75467674416ac8363f6c2"),
-        (_ids(alphabet_sort.data.problems("train", 200) + alphabet_sort.data.problems("eval", 50)), "0f095b54836fa05fd2afeb60eaa949540b8f1d349bd468aa0bc52abcab0760c8"),
-        (_ids(calculator.data.problems("train", 300) + calculator.data.problems("eval", 100)), "292e7b69d3cd861ed2ce93422bd846aa86909be3f272c119baa7464a197c480b"),
-        (reverse_text.data.texts("train", 1000) + reverse_text.data.texts("eval", 200), "14bea1e8c55a80e1988a3f854235ee0ad5017acfc6bbbcd613e99c8f4855fcb3"),
+        (wordle.data.words("train") + wordle.data.words("eval") + wordle.data.words("train", 50, seed=7),
+         "479d2b0790c041e476dee5214ba22f42a4dd2b1880d75467674416ac8363f6c2"),
+        (_ids(alphabet_sort.data.problems("train", 200) + alphabet_sort.data.problems("eval", 50)),
+         "0f095b54836fa05fd2afeb60eaa949540b8f1d349bd468aa0bc52abcab0760c8"),
+        (_ids(calculator.data.problems("train", 300) + calculator.data.problems("eval", 100)),
+         "292e7b69d3cd861ed2ce93422bd846aa86909be3f272c119baa7464a197c480b"),
+        (reverse_text.data.texts("train", 1000) + reverse_text.data.texts("eval", 200),
+         "14bea1e8c55a80e1988a3f854235ee0ad5017acfc6bbbcd613e99c8f4855fcb3"),
     ],
     ids=["wordle", "alphabet-sort", "calculator", "reverse-text"],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""calculator: problems made the same everywhere, an evaluator that computes exactly and cannot be made to do anything else."""
+"""calculator: the same problems everywhere, an evaluator that computes exactly and cannot be made to do more."""
 
 import json
 import subprocess
@@ -36,7 +36,8 @@ def test_parse() -> None:
 
 _NUMBERS = st.integers(0, 999).map(str)
 _EXPRESSIONS = st.recursive(
-    _NUMBERS, lambda inner: st.tuples(inner, st.sampled_from(["+", "-", "*", "//", "%"]), inner).map(lambda t: f"({t[0]}{t[1]}{t[2]})"), max_leaves=8
+    _NUMBERS, lambda x: st.tuples(x, st.sampled_from(["+", "-", "*", "//", "%"]), x).map("({0[0]}{0[1]}{0[2]})".format),
+    max_leaves=8,
 )  # fmt: skip
 
 
@@ -69,15 +70,16 @@ def test_refused() -> None:
 
 HUGE = [
     "9**9**9**9", "9**999999999", "2**256*2**256*2**256", "(" * 150 + "1", "(" * 99 + "1" + ")" * 99, "-" * 199 + "1",
-    "9" * 200, "1." + "9" * 198, "1+" * 99 + "1", "1" + "/9999999" * 13, "9" * 100_000, "1e" + "9" * 20, "2**" * 60 + "2",
-    "(99**77)**(99**77)", "0.0000001**256",
+    "9" * 200, "1." + "9" * 198, "1+" * 99 + "1", "1" + "/9999999" * 13, "9" * 100_000, "1e" + "9" * 20,
+    "2**" * 60 + "2", "(99**77)**(99**77)", "0.0000001**256",
 ]  # fmt: skip
 
 
 def test_work_is_bounded() -> None:
-    """Whatever it is asked, it holds no number beyond its bounds; a child process with little time and memory does all of it."""
+    """Whatever it is asked, it holds no number beyond its bounds: a child with little time and memory does it."""
     code = (
-        "import json, resource, sys; resource.setrlimit(resource.RLIMIT_CPU, (5, 5)); resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))\n"
+        "import json, resource, sys; resource.setrlimit(resource.RLIMIT_CPU, (5, 5))\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))\n"
         "from calculator.arithmetic import ArithmeticRefused, calculate\n"
         "for expression in json.load(sys.stdin):\n"
         "  try: calculate(expression)\n"

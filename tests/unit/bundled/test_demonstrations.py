@@ -24,7 +24,7 @@ def _script(name: str) -> Any:
 
 
 def test_games_of_wordle() -> None:
-    """Every guess is a training word that fits all marks before it; the marks are those of one training word; the same every time."""
+    """Every guess is a training word that fits all marks before it; marks are a training word's; always the same."""
     rows = _script("wordle").games(50, seed=3)
     assert rows[:5] == _script("wordle").games(5, seed=3)
     solved = 0

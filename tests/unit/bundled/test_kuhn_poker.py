@@ -40,7 +40,7 @@ def test_all_games() -> None:
 
 
 def test_illegal_moves_lose() -> None:
-    """At every point of the game, a missing reply too: two chips to the other, whatever the cards; words of another moment are illegal."""
+    """An illegal move, a missing reply too, costs two chips at every point, whatever the cards."""
     for deal, history, bad in itertools.product(DEALS[:2], ("", "p", "b", "pb"), [*BAD, None]):
         replies, player = _replies(deal, history), (deal.first + len(history)) % 2
         if bad is not None:

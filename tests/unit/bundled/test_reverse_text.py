@@ -6,7 +6,7 @@ from reverse_text.data import split_of, texts
 
 
 def test_texts() -> None:
-    """Different texts with the asked numbers of words, in splits that share none, whatever the seed; too many asked for is an error."""
+    """Different texts of as many words as asked, in splits that share none for any seed; too many are an error."""
     train, held_out = ({text for seed in range(5) for text in texts(split, 200, seed)} for split in ("train", "eval"))
     assert not train & held_out
     found = texts("eval", 300, seed=3, min_words=2, max_words=3)

@@ -1,4 +1,4 @@
-"""wordle: words listed once, splits that cannot overlap, marks against a slow second implementation, rewards worked out by hand."""
+"""wordle: words listed once, disjoint splits, marks against a slow second implementation, rewards by hand."""
 
 import pytest
 from hypothesis import given
@@ -36,7 +36,7 @@ def _slow_marks(secret: str, guess: str) -> str:
 
 @given(st.text("abc", min_size=5, max_size=5), st.text("abcd", min_size=5, max_size=5))
 def test_marks(secret: str, guess: str) -> None:
-    """Against the slow implementation, and by hand: three b's where the secret has two mark the right place and the first of the others."""
+    """Against the slow implementation, and by hand: of three b's two are marked: the right place, the first other."""
     assert marks(secret, guess) == _slow_marks(secret, guess)
     assert [marks("abbey", "bobby"), marks("crane", "nacre"), marks("light", "foamy")] == ["YXGXG", "YYYYG", "XXXXX"]
 

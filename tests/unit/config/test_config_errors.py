@@ -1,4 +1,4 @@
-"""Contract: every mistake is one line naming the key, where it came from and the nearest valid key; status 1; all together.
+"""Contract: every mistake is one line with the key, where it came from and the nearest valid key; status 1; together.
 
 Some more are in docs/reference/config-errors.md.
 """

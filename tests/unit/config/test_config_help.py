@@ -1,4 +1,4 @@
-"""Contract: --help shows one section at a time, every option with type, default and one line, and is quick: it imports nothing heavy."""
+"""Contract: --help shows one section at a time, every option with type, default and one line; no heavy imports."""
 
 import shutil
 import subprocess
@@ -69,7 +69,8 @@ def test_what_is_asked_for_is_shown(
     ],
 )
 def test_what_names_nothing_is_a_mistake(capsys: pytest.CaptureFixture[str], argv: list[str], problem: str) -> None:
-    line = f"error: {problem}\nNothing was started. All settings: prog --help=all; those that are gone: docs/migration.md\n"
+    says = "Nothing was started. All settings: prog --help=all; those that are gone: docs/migration.md"
+    line = f"error: {problem}\n{says}\n"
     assert printed(capsys, RLConfig, *argv) == (line, 1)
 
 

@@ -1,4 +1,4 @@
-"""Contract: options > later files > earlier files > variables > defaults, however they are written; what processes share is
+"""Contract: options > later files > earlier files > variables > defaults, however written; what processes share is
 given once, reaches every section that needs it, and cannot be contradicted."""
 
 import re
@@ -389,7 +389,7 @@ def test_a_shared_setting_is_the_same_everywhere(key: str, text: str, other: str
 def test_the_stronger_source_wins_between_the_top_and_a_section(
     at_top: bool, key: str, text: str, other: str, sections: tuple[str, ...]
 ) -> None:
-    """Contract: option over file over variable, also where the two stand in different places; the winner counts everywhere."""
+    """Contract: option over file over variable, also in different places; the winner counts everywhere."""
     strong, weak = [key, f"{sections[-1]}.{key}"][:: 1 if at_top else -1]
     for kinds in (("file", "variable"), ("option", "variable"), ("option", "file")):
         argv, env = ["--inference", *ORCH], {}
@@ -428,7 +428,7 @@ def test_every_combination_of_layers(chosen: int) -> None:
 
 
 def test_another_type_takes_nothing_over_from_the_one_before() -> None:
-    """Contract: settings of a type that a later source replaces do not end up in the later type, and it is said; those of
+    """Contract: settings of a type that a later source replaces do not get into the later type, which is said; those of
     one source stay. A `type` that chooses no section is a setting like others."""
     Path("dapo").write_text('[loss]\nclip_high = 0.28\ntype = "grpo"\nnormalization = "group"')
     Path("gspo").write_text('[loss]\ntype = "gspo"\nclip_low = 0.001')
@@ -447,8 +447,8 @@ def test_another_type_takes_nothing_over_from_the_one_before() -> None:
 
 
 def test_variables_of_many_items_and_of_children() -> None:
-    """Contract: items are in the order of their numbers; a child, which gets a complete file, sees no variable meant as a
-    setting: PRIME_TRAINER__SEED, right for `rl`, would be an error in the trainer."""
+    """Contract: items are in the order of their numbers; a child, which gets a complete file, sees no variable meant as
+    a setting: PRIME_TRAINER__SEED, right for `rl`, would be an error in the trainer."""
     names = [f"env{number}" for number in range(12)]
     config = parse(OrchestratorConfig, [], {f"PRIME_ENVIRONMENTS__{n}__ID": name for n, name in enumerate(names)})
     assert [environment.id for environment in config.environments] == names
@@ -478,7 +478,7 @@ def test_a_shared_setting_given_beside_the_resolved_file_reaches_every_section()
 
 
 def test_the_debug_files_make_a_run_once_they_share_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: what they say for each process alone (a directory each, random samples) is decided, or left out with a hint."""
+    """Contract: what each says for itself (its own directory, random samples) is decided, or left out with a hint."""
     monkeypatch.chdir(Path(__file__).parents[3])
     names = [("trainer", "train"), ("orchestrator", "orch"), ("inference", "infer")]
     argv = [token for section, name in names for token in (f"--{section}", "@", f"examples/debug/rl/{name}.toml")]
@@ -504,7 +504,8 @@ def test_sampling_override() -> None:
 OLDER = [
     ("trainer --exp-id try", "--output-dir outputs/try", "output_dir"),
     ("rl --ckpt.path there", "--ckpt.output-dir there", "trainer.ckpt.output_dir"),
-    ("rl --orchestrator.client.port 1", "--orchestrator.client.base-url http://localhost:1/v1", "orchestrator.client.base_url"),
+    ("rl --orchestrator.client.port 1", "--orchestrator.client.base-url http://localhost:1/v1",
+     "orchestrator.client.base_url"),
     ("rl --inference.server.port http://localhost:8001", "--inference.server.port 8001", "inference.server.port"),
     ("orchestrator @ older", "client.base_url http://localhost:8001/v1", "client.base_url"),
 ]  # fmt: skip

@@ -69,14 +69,15 @@ async def test_what_the_api_asks_to_wait_is_waited_for(monkeypatch):
 
     monkeypatch.setattr(verifiers_v1, "asyncio", SimpleNamespace(sleep=sleep))
     for asked in ("60", "soon"):
-        async with ChatApi(script=lambda n, _, asked=asked: refusal(429, **{"Retry-After": asked}) if n == 1 else None) as api:  # fmt: skip
+        limit = {"Retry-After": asked}
+        async with ChatApi(script=lambda n, _, limit=limit: refusal(429, **limit) if n == 1 else None) as api:
             await ask(api)
     assert (pauses[0], pauses[1] < 1) == (60, True)
     assert await refused(lambda *_: refusal(429, **{"Retry-After": "3600"})) == (429, 1)
 
 
 async def test_the_newer_name_of_max_tokens_is_learned_once():
-    message = "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."  # fmt: skip
+    message = "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completion_tokens' instead."
     async with ChatApi(script=lambda _, body: refusal(400, message) if "max_tokens" in body else None) as api:
         await ask(api, times=2)
     assert [body.get("max_completion_tokens") for body in api.bodies] == [None, 9, 9]

@@ -67,7 +67,7 @@ def error(kind: str, text: str = "boom", status: int | None = None) -> SimpleNam
 
 
 def test_healthy_episode() -> None:
-    """Concatenated tokens, mask, logprobs and roles of the same length, prompt length, texts, reward; metrics that are no number are left out."""
+    """Joined tokens, mask, logprobs and roles of one length, prompt length, texts, reward; metrics are numbers."""
     result = run(episode(trace(metrics={"length": 2.0, "a": math.nan})))
     assert result.ok
     (sample,) = result.samples
@@ -88,10 +88,12 @@ ANEW, REPEATED = prompt_node([2, 9], "assistant", "ok"), prompt_node([5], "assis
 @pytest.mark.parametrize(
     ("branches", "ids", "masks", "roles", "prompt_lens"),
     [
-        # A fork's common turn is trained on in the first branch alone; what the environment said after it in each.
-        ([[START, REPLY, SAID, LEFT], [START, REPLY, SAID, RIGHT]], [[1, 2, 3, 8, 4, 5], [1, 2, 3, 8, 6, 7]], ["001001", "000001"], ["uaauaa", "   uaa"], [2, 2]),
+        # A fork's common turn is trained on only in the first branch; what the environment said after it in each.
+        ([[START, REPLY, SAID, LEFT], [START, REPLY, SAID, RIGHT]], [[1, 2, 3, 8, 4, 5], [1, 2, 3, 8, 6, 7]],
+         ["001001", "000001"], ["uaauaa", "   uaa"], [2, 2]),
         # A reply rendered anew: what came after it is told, what came before has been.
-        ([[START, REPLY], [START, ANEW, SAID, NEXT]], [[1, 2, 3], [1, 2, 9, 8, 9, 10]], ["001", "000001"], ["uaa", "   uaa"], [2, 3]),
+        ([[START, REPLY], [START, ANEW, SAID, NEXT]], [[1, 2, 3], [1, 2, 9, 8, 9, 10]], ["001", "000001"],
+         ["uaa", "   uaa"], [2, 3]),
         # Words that the environment puts into the model's mouth are no reply rendered anew.
         ([[START, REPLY, SAID, REPEATED, SAID, NEXT]], [[1, 2, 3, 8, 5, 8, 9, 10]], ["00100001"], ["uaauauaa"], [2]),
     ],
@@ -150,7 +152,7 @@ def test_untrainable_parts_are_left_out() -> None:
     ],
 )
 def test_what_does_not_fit_together_is_invalid(damage: dict[str, Any], reason: str) -> None:
-    """Tokens, mask, logprobs and the engine's own counts must agree, else the episode is an outcome with a reason, never a sample."""
+    """Tokens, mask, logprobs and the engine's counts must agree, else there is an outcome with a reason, no sample."""
     base = trace()
     vars(base if "calls" in damage else base.nodes[1]).update(damage)
     result = run(episode(base))
@@ -182,7 +184,7 @@ MALFORMED = SimpleNamespace(node=None, usage=None, error=error("ProviderError", 
     ],
 )
 def test_what_is_not_trainable(ep: SimpleNamespace, outcome: Outcome) -> None:
-    """Timeouts that verifiers calls ok, unscored or non-finite rewards, no turns, no tokens, errors: no sample, and a reason."""
+    """Timeouts that verifiers calls ok, unscored or non-finite rewards, no turns or tokens, errors: no sample."""
     result = run(ep)
     assert (result.outcome, result.samples) == (outcome, [])
     assert result.message
@@ -195,7 +197,8 @@ def test_what_is_not_trainable(ep: SimpleNamespace, outcome: Outcome) -> None:
         (("ProviderError", "Incorrect API key provided", 401), Outcome.ENGINE_DENIED),
         (("ProviderError", "n must be 1", 400), Outcome.ENGINE_REFUSED),
         (("ProviderError", "Prompt length (9) exceeds maximum context length (8).", 400), Outcome.PROMPT_TOO_LONG),
-        (("ProviderError", "The prompt (length 9) is longer than the maximum model length of 8.", 400), Outcome.PROMPT_TOO_LONG),
+        (("ProviderError", "The prompt (length 9) is longer than the maximum model length of 8.", 400),
+         Outcome.PROMPT_TOO_LONG),
         (("ProviderError", "upstream 400: {'code': 'context_length_exceeded'}", 400), Outcome.PROMPT_TOO_LONG),
         (("ProviderError", "prompt is too long: 9 tokens > 8 maximum", 400), Outcome.PROMPT_TOO_LONG),
         (("TaskError", "reward: ZeroDivisionError"), Outcome.ERRORED),

@@ -1,4 +1,4 @@
-"""The connection that rollouts are sampled by: our own route where it is passed on, vLLM's where a router knows only that."""
+"""The connection that rollouts are sampled by: our own route where it is passed on, else vLLM's behind a router."""
 
 from types import SimpleNamespace
 
@@ -50,7 +50,7 @@ async def test_which_route_is_asked(own: int, vllms: int, seen: list[str]) -> No
 
 
 async def test_images_are_refused() -> None:
-    """Contract: a renderer that knows images renders places for them, which say nothing without them: nothing is sent."""
+    """Contract: a renderer that knows images renders places for them, meaningless without them: nothing is sent."""
     client = object.__new__(EngineClient)
     media = SimpleNamespace(is_empty=lambda: False)
     client.renderer = SimpleNamespace(render=lambda *_, **__: SimpleNamespace(token_ids=[1], multi_modal_data=media))

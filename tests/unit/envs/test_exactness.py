@@ -1,6 +1,6 @@
 """Token exactness: whatever is said, sampled, called, cut or branched, the samples are what the engine saw and gave.
 
-The renderers, verifiers' client and graph, and our conversion are the real ones; the engine is a script in this process.
+The renderers, verifiers' client and graph, and our conversion are real; the engine is a script in this process.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ class Script:
 
 
 def experts_of_exchange(number: int, tokens: int) -> np.ndarray:
-    """[tokens, layers 2, k 2] what the engine chose in one exchange, no two rows alike: its number, and the token's place."""
+    """Return [tokens, layers 2, k 2]: the engine's choice in one exchange, no two rows alike: its number and place."""
     place = np.arange(tokens)
     return (
         np.stack([np.full(tokens, 1 + number), place // 256, place % 256, place * 0 + 7], -1)
@@ -108,7 +108,7 @@ def numpy_file(rows: np.ndarray) -> str:
 
 @pytest.fixture(scope="module")
 def clients(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], tuple[EngineClient, Any]]:
-    """By name of the case, and whether branched: a client, and its tokenizer, with Qwen3's tags as tokens where needed."""
+    """By name of the case and whether branched: a client and its tokenizer, with Qwen3's tags as tokens if needed."""
     root = tmp_path_factory.mktemp("exact")
     plain = str(make_tokenizer(root / "plain", TEMPLATE.read_text()))
     tags = str(make_tokenizer(root / "tags", TEMPLATE.read_text(), tags=True))
@@ -136,8 +136,8 @@ def test_samples_are_what_the_engine_saw(
     conversation: Any,
     stock: bool,
 ) -> None:
-    """Every sample is one exchange of the engine; each sampled token has its loss and log-probability once; nothing is told twice.
-    Each of its tokens but the last has the experts of an exchange that computed it; where the next token is trained, of the one
+    """Every sample is one exchange of the engine; each sampled token has its loss and log-probability once.
+    Each token but the last has the experts of an exchange that computed it; where the next token is trained, of the one
     that sampled that.
 
     Of verifiers' conversations, and of those of classic and plain environments, which our own client keeps.

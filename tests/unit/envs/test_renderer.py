@@ -27,9 +27,11 @@ TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "é
 
 texts = st.text(max_size=20).filter(lambda text: "<|" not in text)
 functions = st.builds(lambda word: {"name": "look_up", "arguments": json.dumps({"word": word})}, texts)
-calls = st.builds(lambda call, number: {"id": f"call_{number}", "type": "function", "function": call}, functions, st.integers(0, 3))  # fmt: skip
+numbers = st.integers(0, 3).map("call_{}".format)
+calls = st.fixed_dictionaries({"id": numbers, "type": st.just("function"), "function": functions})
 said = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "tool", "assistant"]), "content": texts})
-called = st.fixed_dictionaries({"role": st.just("assistant"), "content": texts, "tool_calls": st.lists(calls, max_size=3)})  # fmt: skip
+some_calls = st.lists(calls, max_size=3)
+called = st.fixed_dictionaries({"role": st.just("assistant"), "content": texts, "tool_calls": some_calls})
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_chatml_equals_the_template(
     tokenizer: Any, messages: list[dict[str, Any]], generate: bool, with_tools: bool
 ) -> None:
-    """Definitions, calls and results, token for token, also where BPE merges across borders; each message has its own tokens, in its place."""
+    """Definitions, calls and results, token for token, even where BPE merges across borders; each has its message."""
     if not with_tools:  # calls and results are said by them alone
         messages = [{"role": one["role"].replace("tool", "user"), "content": one["content"]} for one in messages]
     tools = TOOLS if with_tools else None
@@ -63,7 +65,7 @@ def test_tiny_template_is_the_scripts() -> None:
 
 
 def test_auto_takes_chatml_only_when_it_is(tmp_path: Path) -> None:
-    """Plain ChatML gets ours, with tools only where they are shown as the template does; one that differs in a corner gets the template itself."""
+    """Plain ChatML gets ours, with tools only if shown as the template does; one that differs gets the template."""
     altered = TEMPLATE.replace("<tool_response>\\n", "<tool_response>")
     assert altered != TEMPLATE
     for template, shows_tools in ((TEMPLATE, True), (altered, False), (CHATML, False)):
@@ -93,7 +95,7 @@ def test_auto_takes_chatml_only_when_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_chosen(which: str, choice: str, message: str, tmp_path: Path) -> None:
-    """A model without template or files, a name or path that leads nowhere, a tokenizer without the renderer's tokens: said on one line."""
+    """A model without template or files, a name that leads nowhere, a tokenizer without the renderer's tokens."""
     if which != "nowhere":
         make_tokenizer(tmp_path / which, None if which == "bare" else CHATML)
     if which == "other tokens":
@@ -109,7 +111,8 @@ def test_what_cannot_be_chosen(which: str, choice: str, message: str, tmp_path: 
     [
         ("plain", "plain", []),
         ('hm\n<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>', "hm", ["ok"]),
-        ("<tool_call>{</tool_call><tool_call>{}</tool_call><tool_call>x", "", ["invalid_json", "missing_name", "unclosed_block"]),
+        ("<tool_call>{</tool_call><tool_call>{}</tool_call><tool_call>x", "",
+         ["invalid_json", "missing_name", "unclosed_block"]),
     ],
 )  # fmt: skip
 def test_calls_are_read(tokenizer: Any, text: str, content: str, statuses: list[str]) -> None:

@@ -1,5 +1,4 @@
-"""Results are kept line by line and never mixed; their metrics agree with what they estimate, counted out over every
-choice of attempts."""
+"""Results are kept line by line and never mixed; metrics are what counting every choice of attempts gives."""
 
 import itertools
 import math

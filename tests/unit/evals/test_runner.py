@@ -18,8 +18,9 @@ TASKS = [TaskInfo(f"t{i}", i) for i in range(4)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted", "count"), [(list, -1, 4), (list, 3, 3), (list, 9, 4), (FirstTasks, 3, 3), (FirstTasks, 9, 4), (FirstTasks, -1, None)]
-)  # fmt: skip
+    ("kind", "wanted", "count"),
+    [(list, -1, 4), (list, 3, 3), (list, 9, 4), (FirstTasks, 3, 3), (FirstTasks, 9, 4), (FirstTasks, -1, None)],
+)
 def test_as_many_tasks_as_asked_for_or_a_warning(kind, wanted, count, caplog):
     """-1: all of them, which an endless environment refuses."""
     pool, plan = SimpleNamespace(tasks=lambda env: kind(TASKS)), EvalPlan("e", "e", SamplingConfig(), wanted, 1, 100)

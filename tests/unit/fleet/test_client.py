@@ -84,7 +84,7 @@ async def test_an_update_is_believed_only_when_the_server_says_what_it_serves(se
     ],
 )
 async def test_refusals_and_failures_name_their_cause(server, engine, status, body, message, trouble):
-    """One clear line: what was refused, by whom, and why. A failure of the server is worth another attempt, a refusal is not."""
+    """One clear line: what was refused, by whom, and why. A server's failure is worth a retry, a refusal is not."""
     server.answers["POST", "/update_weights"] = server.answers["GET", "/weights"] = status, body
     with pytest.raises(UserError, match=message) as caught:
         await engine.update(manifest())
@@ -114,7 +114,7 @@ async def test_an_answer_without_the_prompts_log_probabilities_is_an_error(serve
 
 @pytest.mark.parametrize(("experts", "more"), [(False, {}), (True, {"routed_experts_prompt_start": 0})])
 async def test_a_sampled_reply_has_its_log_probabilities(server, engine, experts, more):
-    """What is sampled at temperature 1 comes with the sampler's numbers and, asked for, with the experts that it chose."""
+    """What is sampled at temperature 1 has the sampler's numbers and, asked for, the experts that it chose."""
     content = [{"token": "token_id:4", "logprob": -0.5}, {"token": "token_id:6", "logprob": None}]
     choice = {
         "token_ids": [4, 6],

@@ -1,4 +1,4 @@
-"""When a server's log-probabilities are its own noise and when they are another model's. (What becomes of it: test_stories.py.)"""
+"""When a server's log-probabilities are its noise and when another model's. (What becomes of it: test_stories.py.)"""
 
 import math
 from collections.abc import Sequence
@@ -107,7 +107,8 @@ async def test_a_server_is_calibrated_once_an_incarnation_before_it_is_given_any
     await server.update(check, two)
     assert server.scored == 3
     server.noise = 0.81
-    says = r"version 2 .* differ from the trainer's by 0.81 nats on average, 0.81 at most; the tolerance is 0.8 nats on average, 0.8 at most"
+    says = r"version 2 .* differ from the trainer's by 0.81 nats on average, 0.81 at most; "
+    says += r"the tolerance is 0.8 nats on average, 0.8 at most"
     with pytest.raises(LogprobCheckFailed, match=says):
         await server.update(check, two)
 
@@ -131,7 +132,7 @@ async def test_a_server_is_calibrated_once_an_incarnation_before_it_is_given_any
     [("other version", [0, 2]), ("unusable", [0, 2]), ("unusable, known", [1, 2])],
 )
 async def test_what_a_server_is_given_to_be_calibrated(server, tmp_path, case, gave):
-    """Contract: one that serves something else, or whose weights are unusable, which only a load mends, gets the base first; one that is known does not."""
+    """Contract: one that serves something else, or has unusable weights, gets the base first; a known one does not."""
     check = LogprobCheck()
     if case == "other version":
         server.now = commit(tmp_path, 7)
@@ -144,7 +145,7 @@ async def test_what_a_server_is_given_to_be_calibrated(server, tmp_path, case, g
 
 
 async def test_versions_without_a_reference_are_checked_by_hashes_and_that_is_said_once(server, tmp_path, heard):
-    """Contract: also later, when there is one: a server that samples is never put back on the base weights to be calibrated."""
+    """Contract: also later, when there is one: a server that samples never goes back to the base for a calibration."""
     check = LogprobCheck()
     for version in (4, 5):
         await server.update(check, commit(tmp_path, version, None))
@@ -157,7 +158,7 @@ async def test_versions_without_a_reference_are_checked_by_hashes_and_that_is_sa
 
 
 async def test_a_base_that_cannot_be_read_now_is_trouble_not_a_run_without_one(server, tmp_path, monkeypatch):
-    """Contract: a file system that is away for a moment fails the load, which is tried again; nothing goes unchecked by it."""
+    """Contract: a file system that is away fails the load, which is tried again; nothing goes unchecked by it."""
 
     def away(directory):
         raise CommitError("away")
@@ -197,7 +198,7 @@ async def test_a_server_that_keeps_what_it_had_is_found_within_the_tolerance(ser
 
 
 async def test_each_engine_of_a_server_with_several_is_scored(server, tmp_path):
-    """Contract: an engine that keeps what it had, or computes something else, is found behind others that compute what they should."""
+    """Contract: an engine with old weights, or another computation, is found behind others that are right."""
     check, one = LogprobCheck(), commit(tmp_path, 1)
     server.engines = 3
     await server.update(check, one)

@@ -12,8 +12,8 @@ from support.fleet import Server, ready_fleet
 
 @pytest.mark.parametrize("seed", range(20))
 def test_an_episode_goes_to_its_group_where_loads_are_even_and_a_retry_to_a_server_that_has_not_failed(seed):
-    """Whatever ends, fails, joins or goes away when: no server has more than `slack` episodes above the one with the fewest when it is given one; one
-    that is not ready gets none; where loads allow it an attempt goes where its group went before."""
+    """Whatever ends, fails, joins or leaves: no server given an episode has over `slack` more than the least loaded;
+    one that is not ready gets none; where loads allow it an attempt goes where its group went before."""
     chance = random.Random(seed)
     slack = chance.randint(0, 4)
     fleet = ready_fleet(chance.randint(1, 6), slack)
@@ -54,7 +54,7 @@ def test_an_episode_goes_to_its_group_where_loads_are_even_and_a_retry_to_a_serv
 
 
 async def test_a_verification_does_not_count_what_a_restarted_server_sampled_though_it_has_loaded_again():
-    """Contract: also where it was restarted and loaded again between the question and its answer, which is right then."""
+    """Contract: also where it was restarted and loaded again between question and answer, which is then right."""
     fleet = ready_fleet(1, slack=0)
     (replica,) = fleet.replicas
     replica.loaded = await replica.client.served()
@@ -76,7 +76,7 @@ async def test_a_verification_does_not_count_what_a_restarted_server_sampled_tho
 
 
 async def test_a_server_that_served_other_weights_for_a_while_fails_its_verification():
-    """Contract: also where it has been given its own again meanwhile. The number of loads is compared once an update has ended, not during it."""
+    """Contract: also where it was given its own again meanwhile. Loads are compared once an update has ended."""
     (replica,) = ready_fleet(1, slack=0).replicas
     replica.client.now = replica.loaded = Served(1, "a", "boot", loads="1")
     assert await replica.verify()

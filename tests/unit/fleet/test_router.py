@@ -63,7 +63,7 @@ async def test_the_most_severe_error_of_an_update_is_raised(servers, routed, err
 
 
 async def test_clients_are_made_of_settings():
-    """Contract: a list is a list of servers; servers behind a router are one client, which episodes know by the router's address."""
+    """Contract: a list is a list of servers; those behind a router are one client, known by the router's address."""
     config = ClientConfig(base_url="http://r:1/v1", admin_base_url=["http://a:1", "http://b:1/v1"])
     async with AsyncExitStack() as stack:
         (client,) = connect_all(config, stack, None)

@@ -1,7 +1,7 @@
 """What becomes of a run when its servers, or its trainer, do what they should not: one story a test.
 
-Of every story `support.fleet` checks the contracts that hold always: no episode is lost, and what was trained was sampled by a version that its
-lineage names.
+Of every story `support.fleet` checks the contracts that hold always: no episode is lost, and what was trained was
+sampled by a version that its lineage names.
 """
 
 import asyncio
@@ -20,7 +20,8 @@ from prime_rl.monitor import read_metrics
 from support.fleet import NEVER_COMMITTED, FleetWorld, story
 from support.ledgers import conserved
 
-EVAL = {"interval": 2, "at_start": False, "rollouts_per_example": 12, "environments": [{"id": "env", "name": "held-out"}]}  # fmt: skip
+HELD_OUT = {"id": "env", "name": "held-out"}
+EVAL = {"interval": 2, "at_start": False, "rollouts_per_example": 12, "environments": [HELD_OUT]}
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def dropped(world: FleetWorld) -> dict[str, int]:
 
 @story(servers=3)
 async def test_all_are_kept_on_the_newest_version_and_get_their_share(w):
-    """And what they say an update took is in the metrics: of every phase what the slowest took; one that says nothing counts for nothing."""
+    """And an update's times are in the metrics: the slowest's of each phase; a server without them does not count."""
     w.servers[0].update_seconds = {"stage": 0.5, "pause": 0.25}
     w.servers[1].update_seconds = {"stage": 0.25, "pause": 0.75}
     yield
@@ -58,7 +59,7 @@ async def test_all_are_kept_on_the_newest_version_and_get_their_share(w):
 @pytest.mark.parametrize("back", [True, False])
 @story(max_error_rate=1.0)
 async def test_a_server_that_dies_takes_only_its_own_with_it(w, moment, back):
-    """While it samples, while it loads, or unnoticed, as it is back with its base when it is asked: what it had is made again by the others."""
+    """While it samples, while it loads, or unnoticed, back with its base when asked: others make again what it had."""
     victim = w.servers[1]
     if moment == "silently":
         await w.wait(lambda: victim.now.version > 0)  # else its base is what it should serve
@@ -81,7 +82,8 @@ async def test_a_server_that_dies_takes_only_its_own_with_it(w, moment, back):
     ends=r"no inference server for 0 s .*does not answer", steps=1, client={"ready_timeout": 0.5}, eval=EVAL
 )  # fmt: skip
 async def test_when_all_stay_away_the_run_ends_also_during_an_evaluation(w, when):
-    w.config.eval = EvalSection(**(EVAL | {"interval": None, "at_start": when == "at_start", "at_end": when == "at_end"}))  # fmt: skip
+    times = {"interval": None, "at_start": when == "at_start", "at_end": when == "at_end"}
+    w.config.eval = EvalSection(**(EVAL | times))
 
     def before(episode, version):
         for server in w.servers:
@@ -93,7 +95,7 @@ async def test_when_all_stay_away_the_run_ends_also_during_an_evaluation(w, when
 
 @story(steps=6)
 async def test_no_batch_waits_for_a_server_that_can_load_nothing_any_more(w):
-    """Contract: what it finished counts once it is verified for the version that it has, though it never gets work again."""
+    """Contract: what it finished counts once it is verified for its version, though it never gets work again."""
 
     async def fail(version):
         if version >= 3:
@@ -106,7 +108,7 @@ async def test_no_batch_waits_for_a_server_that_can_load_nothing_any_more(w):
 
 @story(servers=3, steps=8, batch_size=12)
 async def test_a_server_that_fails_what_it_is_given_gets_work_more_and_more_rarely(w):
-    """It fails at once, so that it always is the least loaded. Every episode is made by the others, none is given up."""
+    """It fails at once, so that it is always the least loaded. The others make every episode; none is dropped."""
     sick, swallowed = w.servers[1], []
 
     async def fail(*, episode_id, env, **rest):
@@ -149,7 +151,7 @@ async def test_evaluations_are_made_by_all_and_made_again_when_one_is_lost(w):
 
 @story(servers=1, eval=EVAL | {"interval": 1, "at_end": False}, max_concurrent=2)
 async def test_an_evaluation_whose_version_is_superseded_is_of_the_next(w):
-    """The only server is lost in the middle of it, and its version is not to be had any more: the evaluation does not wait for it."""
+    """The only server is lost in the middle, and its version is gone: the evaluation does not wait for it."""
     (server,), lost = w.servers, []
 
     def lose(episode, version):
@@ -193,7 +195,7 @@ async def test_a_version_that_is_never_sent_ends_the_run(w):
 @pytest.mark.parametrize("servers", [1, 2])
 @story(async_level=0)
 async def test_servers_that_start_again_after_their_version_is_superseded(w, servers):
-    """Contract: while one of them serves it, nothing is superseded; once none does, all go on with the newest version."""
+    """Contract: while one of them serves it, nothing is superseded; then all go on with the newest version."""
     for server in w.servers:
         server.unsent = set(range(2, 6))
     await w.serves(1)
@@ -238,8 +240,8 @@ async def test_a_version_that_goes_away_before_it_is_loaded(w):
 @pytest.mark.parametrize("moment", ["sampling", "loading"])
 @story(servers=3, steps=8, async_level=2)
 async def test_a_server_that_asks_to_leave_is_drained(w, moment, heard):
-    """It gets nothing new; what is in flight there ends there while the others go on to newer versions; all that it sampled counts; it loads nothing
-    any more, and it is not asked again after it has left."""
+    """It gets nothing new; what is in flight ends there while the others go on to newer versions; all that it sampled
+    counts; it loads nothing any more, and it is not asked again after it has left."""
     leaver = w.servers[1]
     await w.batch(0)
     async with w.sampling(leaver) as replica:
@@ -275,7 +277,7 @@ async def test_when_the_last_one_leaves_the_run_waits_and_joins_when_it_is_resta
     assert "stale" not in dropped(w)
 
 
-@story(servers=1, ends=r"no inference server for 1 s \(client.base_url, client.ready_timeout\): .* it is to leave", client={"ready_timeout": 1})  # fmt: skip
+@story(servers=1, ends=r"no inference server for 1 s \(client.base_url.*: .* to leave", client={"ready_timeout": 1})
 async def test_when_the_last_one_has_left_nobody_is_waited_for_without_end(w):
     await w.batch(0)
     w.servers[0].leaving = True
@@ -316,8 +318,8 @@ async def test_whoever_comes_and_goes_the_run_ends_and_its_stamps_are_right(w, s
 
 @story(steps=6, max_error_rate=1.0, weights_timeout=20)
 async def test_a_server_that_computes_something_else_gets_no_work_and_nothing_of_it_is_trained(w, heard):
-    """Contract: not even what ends while the prompt is being scored, when the server says the right hash already. It is back with the first version
-    that it computes."""
+    """Contract: not even what ends while the prompt is being scored, when the server says the right hash already. It
+    returns with the first version that it computes."""
     wrong = w.servers[1]
     wrong.wrong = {1, 2, 3}
     async with w.sampling(wrong):
@@ -359,7 +361,7 @@ async def test_a_server_of_another_base_model_ends_the_start_at_once(w):
 
 @story(servers=2, steps=5, async_level=1, max_error_rate=1.0)
 async def test_away_while_its_version_is_made_again(w):
-    """Contract: a server that comes back with version 2 of a superseded incarnation loads version 2 of the current one."""
+    """Contract: a server back with version 2 of a superseded incarnation loads version 2 of the current one."""
     other, away = w.servers
     w.pool.seconds = 0.05
     steps, w.steps = w.steps, 3  # version 3 would supersede the one that is made again
@@ -388,8 +390,8 @@ async def test_away_while_its_version_is_made_again(w):
 @pytest.mark.parametrize("trouble", ["differ at start", "silent restart", "failed load"])
 @story(routed=True)
 async def test_a_run_through_a_router(w, trouble):
-    """Contract: any server may have sampled what came through it. Backends that differ at the start are brought together; where one served its base for
-    a while all is made again; half of the group on a new version is no version, and is tried again."""
+    """Contract: any server may have sampled what came through it. Different backends are brought together at the start;
+    if one served its base meanwhile all is made again; half a group on a new version is tried again."""
     one, two = w.servers
     if trouble == "differ at start":
         two.now = Served(7, "f" * 32, "1")

@@ -37,36 +37,43 @@ def flags(engine: compat.Engine = CUDA, **settings: Any) -> dict[str, str | None
 
 def test_values_become_arguments() -> None:
     """Contract: booleans are switches, lists repeat, dicts are JSON, None is left out."""
-    values = {"a_b": 1, "yes": True, "no_way": False, "many": ["x", 2], "table": {"k": [1]}, "off": None, "null": "None"}  # fmt: skip
-    assert to_argv(values) == ["--a-b", "1", "--yes", "--no-no-way", "--many", "x", "2", "--table", '{"k": [1]}']
+    values = {"a_b": 1, "on": True, "no_way": False, "many": ["x", 2], "table": {"k": [1]}, "off": None, "null": "None"}
+    assert to_argv(values) == ["--a-b", "1", "--on", "--no-no-way", "--many", "x", "2", "--table", '{"k": [1]}']
 
 
-NODES = {"data_parallel_size": 4, "tensor_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_address": "10.0.0.1", "data_parallel_rpc_port": 13345}  # fmt: skip
+NODES = {"data_parallel_size": 4, "tensor_parallel_size": 4, "data_parallel_size_local": 2,
+         "data_parallel_address": "10.0.0.1", "data_parallel_rpc_port": 13345}  # fmt: skip
 NODE_FLAGS = {"--" + name.replace("_", "-"): str(value) for name, value in NODES.items()}
 
 
 @pytest.mark.parametrize(
     ("engine", "settings", "expected", "absent"),
     [
-        # Logprobs are of the distribution that is sampled from; no generation_config.json changes how a request is sampled.
+        # Logprobs are of the distribution that is sampled from; no generation_config.json changes how requests sample.
         (CUDA, {"model": {"name": "org/m"}, "max_model_len": 128, "seed": 3},
-         {"--model": "org/m", "--served-model-name": "org/m", "--max-model-len": "128", "--seed": "3", "--dtype": "auto", "--api-server-count": "1",
-          "--logprobs-mode": "processed_logprobs", "--generation-config": "vllm", "--worker-extension-cls": "prime_rl.inference.staging.WeightsExtension"},
-         {"--enforce-eager", "--no-enable-chunked-prefill", "--max-num-seqs", "--trust-remote-code", "--tensor-parallel-size", "--data-parallel-size"}),
+         {"--model": "org/m", "--served-model-name": "org/m", "--max-model-len": "128", "--seed": "3",
+          "--dtype": "auto", "--api-server-count": "1", "--logprobs-mode": "processed_logprobs",
+          "--generation-config": "vllm", "--worker-extension-cls": "prime_rl.inference.staging.WeightsExtension"},
+         {"--enforce-eager", "--no-enable-chunked-prefill", "--max-num-seqs", "--trust-remote-code",
+          "--tensor-parallel-size", "--data-parallel-size"}),
         # On CPU float32 (as the trainer), eager, prefill never chunked (else a request with a seed kills the engine).
-        (CPU, NONE, {"--dtype": "float32", "--max-model-len": "auto", "--enforce-eager": None, "--no-enable-chunked-prefill": None}, set()),
-        (CPU, {"model": {"dtype": "bfloat16"}, "enforce_eager": False}, {"--dtype": "bfloat16", "--no-enforce-eager": None}, {"--enforce-eager"}),
-        *((engine, {"deterministic": True}, {"--max-num-seqs": "1", "--no-enable-chunked-prefill": None, "--no-enable-prefix-caching": None}, set())
+        (CPU, NONE, {"--dtype": "float32", "--max-model-len": "auto", "--enforce-eager": None,
+                     "--no-enable-chunked-prefill": None}, set()),
+        (CPU, {"model": {"dtype": "bfloat16"}, "enforce_eager": False},
+         {"--dtype": "bfloat16", "--no-enforce-eager": None}, {"--enforce-eager"}),
+        *((engine, {"deterministic": True},
+           {"--max-num-seqs": "1", "--no-enable-chunked-prefill": None, "--no-enable-prefix-caching": None}, set())
           for engine in (CPU, CUDA)),
         # `[vllm]` reaches vLLM under either spelling and wins.
         (CPU, {"vllm": {"max-num-seqs": 4, "dtype": "half"}}, {"--max-num-seqs": "4", "--dtype": "half"}, set()),
         (CUDA, {"vllm": {"enable_chunked_prefill": True}}, {"--enable-chunked-prefill": None}, set()),
-        (CUDA, {"vllm": {"transfer": {"deep": {"x": [1, 2.5, None]}}}}, {"--transfer": '{"deep": {"x": [1, 2.5, null]}}'}, set()),
+        (CUDA, {"vllm": {"deep": {"x": {"y": [1, 2.5, None]}}}}, {"--deep": '{"x": {"y": [1, 2.5, null]}}'}, set()),
         (CUDA, {"pipeline_parallel_size": 2}, {"--pipeline-parallel-size": "2"}, set()),
         (CUDA, {"model": {"trust_remote_code": True}}, {"--trust-remote-code": None}, set()),
         # Two nodes of eight GPUs: the first serves, the second runs engines only.
         (CUDA, NODES, NODE_FLAGS, {"--headless"}),
-        (CUDA, NODES | {"headless": True, "data_parallel_start_rank": 2}, NODE_FLAGS | {"--data-parallel-start-rank": "2", "--headless": None},
+        (CUDA, NODES | {"headless": True, "data_parallel_start_rank": 2},
+         NODE_FLAGS | {"--data-parallel-start-rank": "2", "--headless": None},
          {"--host", "--port", "--api-server-count"}),
     ],
 )  # fmt: skip
@@ -80,7 +87,7 @@ def test_what_a_server_is_started_with(
 
 
 def test_a_tiny_models_cache_is_limited(tmp_path: Path) -> None:
-    """Contract: on a GPU, where vLLM would visit millions of blocks with every update; a larger model's is vLLM's own choice, as is what `[vllm]` says."""
+    """Contract: on a GPU, where vLLM visits millions of blocks per update; no larger model's, nor against `[vllm]`."""
 
     def size(megabytes: int, engine: compat.Engine = CUDA, **settings: Any) -> str | None:
         (tmp_path / "config.json").write_text("{}")
@@ -93,7 +100,7 @@ def test_a_tiny_models_cache_is_limited(tmp_path: Path) -> None:
 
 
 def test_fp8_of_unquantized_weights(tmp_path: Path) -> None:
-    """Contract: `fp8` reaches vLLM by the name that it has for quantizing at every load; a model that is quantized already keeps vLLM's own."""
+    """Contract: `fp8` gets vLLM's name for quantizing at every load; a model that is quantized keeps vLLM's own."""
     (tmp_path / "config.json").write_text("{}")
     for model in ("org/m", str(tmp_path)):
         assert flags(model={"name": model}, quantization="fp8")["--quantization"] == "fp8_per_tensor"
@@ -117,7 +124,7 @@ def test_fp8_of_unquantized_weights(tmp_path: Path) -> None:
 def test_who_can_reach_the_server(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], key_in_environment: str | None, host: str
 ) -> None:
-    """Contract: loopback unless a host is given or a key is set; the key is never an argument, which all users can read."""
+    """Contract: loopback unless a host is given or a key set; the key is never an argument, which all users see."""
     if key_in_environment:
         monkeypatch.setenv("VLLM_API_KEY", key_in_environment)
     assert flags(CPU, **settings)["--host"] == host
@@ -126,8 +133,7 @@ def test_who_can_reach_the_server(
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "gpu-node-7"])
 def test_other_hosts_need_a_key(host: str) -> None:
-    """Contract: without a key the server refuses to listen where other hosts reach it, and says why; engines that answer no
-    HTTP (headless) need none."""
+    """Contract: without a key the server refuses to listen to other hosts, and says why; headless ones need none."""
     with pytest.raises(UserError, match=rf"server.host {host} would open the weight routes .* set a key"):
         flags(CPU, server={"host": host})
     flags(CPU, server={"host": host}, headless=True, data_parallel_start_rank=2, **NODES)
@@ -152,18 +158,18 @@ def test_other_hosts_need_a_key(host: str) -> None:
     ],
 )
 def test_options_of_vllm_open_no_back_door(vllm: dict[str, Any], says: str) -> None:
-    """Contract: `[vllm]` neither holds keys, which would be written to configs and logs, nor moves the server elsewhere, nor breaks the weight routes."""
+    """Contract: `[vllm]` holds no keys (they would be written), moves no server elsewhere, breaks no weight route."""
     with pytest.raises(UserError, match=says):
         flags(CPU, vllm=vllm)
 
 
 def test_environment_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Contract: the CPU recipe is set before vLLM is imported, for one replica on one device, and nothing that the user has set is touched; compiling is
-    not switched off when asked for."""
+    """Contract: the CPU recipe is set before vLLM is imported, for one replica on one device, and nothing that the user
+    has set is touched; compiling is not switched off when asked for."""
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     got = environment(config(model={"name": str(tmp_path)}, kv_cache_gib=2.5), CPU)
-    expected = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
-                "HF_HUB_OFFLINE": "1"}  # fmt: skip
+    expected = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1",
+                "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}  # fmt: skip
     assert expected.items() <= got.items()
     assert "prime_rl" in got["VLLM_PLUGINS"].split(",")
     monkeypatch.setenv("OMP_NUM_THREADS", "4")

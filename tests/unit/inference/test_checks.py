@@ -31,7 +31,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_broken_models_are_named(model: Path) -> None:
-    """Contract: cut tensors, a lost shard: the file is named. A whole model passes. (What else is missing: test_preflight.py.)"""
+    """Contract: cut tensors, a lost shard: the file is named. A whole model passes. (The rest: test_preflight.py.)"""
     checks.check_model(model)
     data = (model / "model.safetensors").read_bytes()
     for broken in (data[:4], data[:20], data[:-1], b"\xff" * 8 + data[8:]):
@@ -46,8 +46,8 @@ def test_broken_models_are_named(model: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_named() -> None:
-    """Contract: before anything is loaded, also where a server that is still loading has it: the kernel would let both have it (SO_REUSEPORT). The
-    launcher's check names its own option."""
+    """Contract: before anything is loaded, also where a server that is still loading has it: the kernel would let both
+    have it (SO_REUSEPORT). The launcher's check names its own option."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -65,8 +65,8 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 def test_the_device_and_the_routes_are_what_was_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: asking for a GPU that is not there, or a build for something else, says what to install. vLLM's development routes never stand beside
-    ours, nor does a server that has none of ours and no guard."""
+    """Contract: asking for a missing GPU, or a build for something else, says what to install. vLLM's development
+    routes never stand beside ours, nor does a server that has none of ours and no guard."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UserError, match="uv sync --extra cuda"):
         checks.check_device("cuda", CPU)
@@ -102,7 +102,7 @@ def test_the_device_and_the_routes_are_what_was_built_for(monkeypatch: pytest.Mo
 def test_an_engine_that_cannot_say_what_it_chose_is_refused(
     engine: compat.Engine, settings: dict[str, Any], says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Contract: refused by name before vLLM is imported, with the releases that can: no zeros are ever taken for experts."""
+    """Contract: refused by name before vLLM is imported, with the releases that can: no zeros are taken for experts."""
     monkeypatch.setattr(checks, "check_device", lambda *_: None)
     config = InferenceConfig.model_validate({"model": {"name": "a/b"}, "router_replay": True, **settings})
     with nullcontext() if says is None else pytest.raises(UserError, match=f"router_replay: .*{says}"):

@@ -31,7 +31,7 @@ def test_the_wheel_tag_is_mended_once(tmp_path: Path) -> None:
 
 
 def test_only_what_is_known_to_keep_its_weights_as_loaded_is_loaded_in_place() -> None:
-    """Contract: one layer whose method is not known to leave its weights alone, or that processes what it loaded by itself, and vLLM's own reload is used."""
+    """Contract: vLLM reloads if a layer's method may change its weights, or a layer processes what it loaded."""
     pytest.importorskip("vllm")
     from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -54,8 +54,8 @@ def test_only_what_is_known_to_keep_its_weights_as_loaded_is_loaded_in_place() -
 
 
 def test_what_vllm_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: without vLLM the error names both commands; any release but 0.31 and 0.26 is named. Only 0.31 knows --enable-scale-out. Without the
-    metadata by which vLLM finds our routes the server does not start; it would serve without them."""
+    """Contract: without vLLM the error names both commands; any release but 0.31 and 0.26 is named. Only 0.31 knows
+    --enable-scale-out. Without the metadata by which vLLM finds our routes the server does not start."""
     monkeypatch.setattr(compat, "installed_engine", lambda: None)
     with pytest.raises(UserError, match=r"uv sync --group cpu.*uv sync --extra cuda"):
         compat.require_engine()

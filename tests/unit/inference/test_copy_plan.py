@@ -90,7 +90,7 @@ def test_a_loader_that_computes_is_called_for_every_version(rule: Rule) -> None:
 
 
 def test_another_layout_and_another_parameter_do_not_match() -> None:
-    """Contract: copies are recorded again for tensors of other shapes, and for a model whose parameters were made anew."""
+    """Contract: copies are recorded again for tensors of other shapes, and for a model with new parameters."""
     model = Model(copy)
     plan = CopyPlan(model, staged(1))
     assert plan.matches(model, staged(2))

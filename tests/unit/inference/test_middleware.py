@@ -1,4 +1,4 @@
-"""Who may ask for what, by the middleware alone (around vLLM's own application: tests/integration/test_inference.py), and which process answers."""
+"""Who may ask for what, by the middleware alone (in vLLM: integration/test_inference.py), and which process answers."""
 
 from pathlib import Path
 
@@ -28,8 +28,9 @@ def make_client(keys: tuple[str, ...] = KEYS, root_path: str = "") -> TestClient
 @pytest.mark.parametrize(
     ("header", "allowed"),
     [
-        (None, False), ("", False), ("secret", False), ("Basic secret", False), ("Bearer wrong", False), ("Bearer secret2", False),
-        ("Bearer ", False), ("Bearer", False), ("Bearer secret", True), ("bearer other", True), ("Bearer  secret", False),
+        (None, False), ("", False), ("secret", False), ("Basic secret", False), ("Bearer wrong", False),
+        ("Bearer", False), ("Bearer ", False), ("Bearer secret2", False), ("Bearer  secret", False),
+        ("Bearer secret", True), ("bearer other", True),
     ],
 )  # fmt: skip
 def test_keys(header: str | None, allowed: bool) -> None:
@@ -45,8 +46,9 @@ def test_what_is_not_named_is_not_served(keys: tuple[str, ...]) -> None:
     """Contract: with or without a key vLLM's administrative routes, and any that we do not know, are 404."""
     client = make_client(keys)
     bearer = {"Authorization": "Bearer secret"}
-    for path in ("/scale_elastic_ep", "/scale_elastic_ep/", "//scale_elastic_ep", "/is_scaling_elastic_ep", "/start_profile", "/collective_rpc",
-                 "/sleep", "/fault_tolerance/apply", "/abort_requests", "/server_info", "/v1/load_lora_adapter", "/v1/load_lora_adapter/",
+    for path in ("/scale_elastic_ep", "/scale_elastic_ep/", "//scale_elastic_ep", "/is_scaling_elastic_ep",
+                 "/start_profile", "/collective_rpc", "/sleep", "/fault_tolerance/apply", "/abort_requests",
+                 "/server_info", "/v1/load_lora_adapter", "/v1/load_lora_adapter/",
                  "/", "/V1/models", "/v2/rerank", "/a-route-of-tomorrow"):  # fmt: skip
         assert client.post(path, headers=bearer).status_code == 404, path
     for path in (
@@ -62,10 +64,11 @@ def test_what_is_not_named_is_not_served(keys: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("root", ["", "/api"])
 def test_a_prefix_of_a_proxy_opens_nothing(root: str) -> None:
-    """Contract: with `root_path` the same two are open, under both names that the router knows them by, and nothing else is."""
+    """Contract: with `root_path` the same two are open, under both names that the router knows, and nothing else."""
     client = make_client(root_path=root)
-    for path, status in ((f"{root}/health", 200), ("/health", 200), (f"{root}/weights", 401), ("/weights", 401), ("/api/api/health", 401),
-                         ("/api", 401), ("/apihealth", 401), ("/api//health", 401)):  # fmt: skip
+    for path, status in ((f"{root}/health", 200), ("/health", 200), (f"{root}/weights", 401), ("/weights", 401),
+                         ("/api/api/health", 401), ("/api", 401), ("/apihealth", 401),
+                         ("/api//health", 401)):  # fmt: skip
         assert client.get(path).status_code == status, path
     assert client.get(f"{root}/weights", headers={"Authorization": "Bearer secret"}).json() == {"path": "weights"}
 

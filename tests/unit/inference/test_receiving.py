@@ -1,4 +1,4 @@
-"""Versions that come from the trainer's memory, on the side of a worker on a CPU: what is staged is what was published, or there is one clear reason.
+"""Versions from the trainer's memory, as a CPU worker gets them: what is staged was published, or one reason is given.
 
 The protocol itself: tests/unit/transport. Between GPUs: tests/gpu/test_receiving.py.
 """
@@ -71,8 +71,8 @@ def assert_fails(directory: Path, subscriber: Subscriber, says: str, kind: type[
 
 
 def test_wrong_bytes_are_rejected(trainer: PublishingTrainer, subscriber: Subscriber) -> None:
-    """Contract: what arrives is compared with the manifest, tensor by tensor, before any of it is given out; another attempt may succeed. A version's
-    hash, by which servers name what they serve, is that of the tensors that are loaded."""
+    """Contract: what arrives is compared with the manifest, tensor by tensor, before any of it is given out; another
+    attempt may succeed. A version's hash is that of the tensors that are loaded."""
     assert_fails(trainer.publish(1, tensors(1), spoil=True), subscriber, "tensor scalar is not the one", ExchangeError)
     assert_received(trainer.publish(2, tensors(2)), subscriber)
     directory = trainer.publish(3, tensors(3))
@@ -84,7 +84,7 @@ def test_wrong_bytes_are_rejected(trainer: PublishingTrainer, subscriber: Subscr
 def test_a_worker_without_memory_for_it(
     trainer: PublishingTrainer, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Contract: a version that is in no file cannot be loaded without memory to receive it; one line says so and what to change."""
+    """Contract: a version in no file cannot be loaded without memory to receive it; one line says what to change."""
     directory = trainer.publish(1, tensors(1))
     monkeypatch.setattr(staging, "available_bytes", lambda: 0)
     assert_fails(directory, subscriber, "never written.*no memory here to receive them", UserError)

@@ -1,4 +1,4 @@
-"""The route that rollouts are sampled by: what it takes, what it answers. The engine itself: tests/integration/test_inference.py."""
+"""The route that rollouts are sampled by: what it takes and answers. The engine: integration/test_inference.py."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -26,8 +26,8 @@ def output(ids: list[int], logprobs: list[float], **changed: Any) -> Output:
 
 
 def test_the_answer_is_read_as_vllms() -> None:
-    """Contract: the reader of vLLM's token route gets the sampled ids and exactly their log-probabilities out of our answer. An output whose
-    log-probabilities are not those of the sampled tokens is an error of the server."""
+    """Contract: the reader of vLLM's token route gets the sampled ids and exactly their log-probabilities out of our
+    answer. An output with log-probabilities of other tokens is an error of the server."""
     logprobs = [-0.10000000149011612, -9.5, 0.0]
     found = parse_generate_response(sample_answer([1, 2], output([7, 8, 9], logprobs)))
     choice = found["choices"][0]
@@ -41,8 +41,8 @@ def test_the_answer_is_read_as_vllms() -> None:
 
 
 def test_experts_are_answered_where_they_are_asked_for() -> None:
-    """Contract: an answer has the engine's choice for every token from the one that is asked for to the last but one, readable
-    by renderers and verifiers; a choice of another number of tokens, or none, is an error."""
+    """Contract: an answer has the engine's choice for every token from the one asked for to the last but one, readable
+    by renderers and verifiers; a choice for another number of tokens, or none, is an error."""
     chosen = np.arange(1, 1 + 4 * 2 * 3, dtype=np.uint8).reshape(
         4, 2, 3
     )  # 2 + 3 tokens, the last of which was not computed

@@ -1,4 +1,4 @@
-"""The state behind the weight routes, against an engine that records what it is told (the real one: integration tests)."""
+"""The state behind the weight routes, against an engine that records its calls (the real one: integration tests)."""
 
 import asyncio
 import json
@@ -157,11 +157,11 @@ UNSENT_SAYS = (
     [
         # vLLM cannot clear its cache: a request waits for another server's.
         ("pause", [], 503, "did not pause: .*Failed to reset KV cache", ["prime_stage", "resume"]),
-        # What cannot be read never pauses the engine: wrong bytes, files that the trainer moves meanwhile, a read that takes too long.
+        # What cannot be read never pauses the engine: wrong bytes, files that the trainer moves, a slow read.
         ("", [[READING], [WRONG]], 400, "tensor a is wrong", ["prime_stage"]),
         ("", [[READING], [WRONG | {"retry": True}]], 503, "tensor a is wrong", ["prime_stage"]),
         ("", [[READING]] * 1000, 503, "within", ["prime_stage"]),
-        # What the publisher does not give may be asked for again, and is said with both addresses; wrong for one worker is wrong.
+        # What the publisher does not give may be asked for again, with both addresses; wrong for one worker is wrong.
         ("publisher", [[UNSENT]], 424, UNSENT_SAYS, ["prime_stage"]),
         ("publisher", [[UNSENT, WRONG]], 400, "tensor a is wrong", ["prime_stage"]),
     ],
@@ -171,7 +171,7 @@ async def test_an_update_that_fails_leaves_what_was_served(
     engine: FakeEngine, service: WeightService, root: Path, monkeypatch: pytest.MonkeyPatch,
     fail: str, staging: list[list[dict[str, Any]]], status: int, says: str, calls: list[str],
 ) -> None:  # fmt: skip
-    """Contract: it is refused with a reason, nothing stays paused, the workers' memory is given back, and the version does not change."""
+    """Contract: it is refused with a reason, nothing stays paused, workers' memory is freed, the version stays."""
     monkeypatch.setattr("prime_rl.inference.service.LOAD_SECONDS", 0.2 if len(staging) == 1000 else 60.0)
     before, (engine.fail, engine.staging) = await service.served(), ({fail}, staging)
     directory = step_dir(root, 1)
@@ -190,8 +190,8 @@ async def test_an_update_that_fails_leaves_what_was_served(
 async def test_what_is_refused_before_the_engine_is_touched(
     engine: FakeEngine, service: WeightService, base: Path, root: Path, tmp_path: Path
 ) -> None:
-    """Contract: another base model under version 0, whose path in the manifest is never followed; a base that was changed on disk. It still says
-    what it serves, unless its workers disagree."""
+    """Contract: another base model under version 0, whose path in the manifest is never followed; a base that changed
+    on disk. It still says what it serves, unless its workers disagree."""
     good = write_base_version(root / "w2", base)
     other = tmp_path / "other"
     other.mkdir()
@@ -211,7 +211,7 @@ async def test_what_is_refused_before_the_engine_is_touched(
 async def test_a_change_whose_server_stops_or_whose_client_hangs_up(
     engine: FakeEngine, service: WeightService, root: Path, end: str
 ) -> None:
-    """Contract: a stop cancels it, and its caller is answered; a client that goes away leaves neither a paused engine nor half-loaded weights."""
+    """Contract: a stop cancels it and answers its caller; one that leaves it leaves no paused engine or half a load."""
     engine.gate = asyncio.Event()
     change = asyncio.create_task(service.update(str(commit(root, 1)), 1))
     await engine.until("prime_load")
@@ -230,7 +230,7 @@ async def test_a_change_whose_server_stops_or_whose_client_hangs_up(
 async def test_a_read_that_hangs_is_left(
     engine: FakeEngine, service: WeightService, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Contract: a version on a mount that does not answer is refused (503), in the check and beside generation; the next change has its turn."""
+    """Contract: a version on a mount that hangs is refused (503), in the check and beside generation, not the next."""
     back = threading.Event()
     gone, good = str(commit(root, 1)), str(commit(root, 2))
     await service.served()  # the base is hashed
@@ -257,14 +257,16 @@ async def test_a_read_that_hangs_is_left(
 @pytest.mark.parametrize(
     "change",
     [
-        {"files": {"a\0b": {"size": 1, "xxh3": "0"}}}, {"files": {"\ud800": {"size": 1, "xxh3": "0"}}}, {"files": {"x" * (10 << 20): {"size": 1, "xxh3": "0"}}},
-        {"files": {"loop.safetensors": {"size": 1, "xxh3": "0"}}}, {"extra": {"publisher": {"host": "127.0.0.1"}}}, {"extra": {"tmpfs": {"directory": 5, "nonce": 5, "host": 5, "boot": 5}}},
-        {"extra": {"tensors": []}}, {"extra": {"version": 2}}, {"index": "[" * 200_000}, {"index": '{"weight_map": {"a": "elsewhere"}}'},
+        {"files": {"a\0b": {"size": 1, "xxh3": "0"}}}, {"files": {"\ud800": {"size": 1, "xxh3": "0"}}},
+        {"files": {"x" * (10 << 20): {"size": 1, "xxh3": "0"}}}, {"extra": {"version": 2}},
+        {"files": {"loop.safetensors": {"size": 1, "xxh3": "0"}}}, {"extra": {"publisher": {"host": "127.0.0.1"}}},
+        {"extra": {"tmpfs": {"directory": 5, "nonce": 5, "host": 5, "boot": 5}}}, {"extra": {"tensors": []}},
+        {"index": "[" * 200_000}, {"index": '{"weight_map": {"a": "elsewhere"}}'},
     ],
     ids=lambda change: str(change)[:40],
 )  # fmt: skip
 async def test_a_manifest_may_say_anything(service: WeightService, root: Path, change: dict[str, Any]) -> None:
-    """Contract: whatever is in a manifest or under the names in it, the version is refused with a line of bounded length (4xx)."""
+    """Contract: whatever a manifest or the names in it say, the version is refused with a bounded line (4xx)."""
     directory = commit(root, 1)
     (directory / "loop.safetensors").symlink_to("loop.safetensors")
     manifest = json.loads((directory / "manifest.json").read_text())
@@ -279,8 +281,8 @@ async def test_a_manifest_may_say_anything(service: WeightService, root: Path, c
 
 
 async def test_a_failed_load_leaves_the_engine_paused(engine: FakeEngine, service: WeightService, root: Path) -> None:
-    """Contract: a server with half-loaded weights says so (500) and never generates, whatever it is asked then, an update that does not stop it
-    included; the next load that succeeds mends it."""
+    """Contract: a server with half-loaded weights says so (500) and never generates, whatever it is asked then, even an
+    update that does not stop it; the next load that succeeds mends it."""
     directory = str(commit(root, 1))
     engine.fail = {"prime_load"}
     await rejected(
@@ -341,8 +343,8 @@ def test_allowed_roots(tmp_path: Path, root: Path) -> None:
 
 
 def test_what_is_no_version_is_not_described(tmp_path: Path) -> None:
-    """Contract: one answer for a directory that is missing, a file, and whatever holds no version: a shared file system is what is needed, and nothing
-    of this host is listed or quoted. Somebody else's manifest.json is not quoted either."""
+    """Contract: one answer for a missing directory, a file, and whatever holds no version: a shared file system is
+    needed; nothing of this host is listed or quoted, nor somebody else's manifest.json."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "secret").write_text("s3cr3t")
     answers = set()

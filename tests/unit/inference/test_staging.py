@@ -1,4 +1,4 @@
-"""Reading a version into memory: the very bytes that were hashed, or nothing. The GPU's part needs one (benchmarks/weight_sync.py)."""
+"""Reading a version into memory: the very bytes that were hashed, or nothing. GPU: benchmarks/weight_sync.py."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +18,8 @@ from prime_rl.transport.weights import hash_directory, manifest_extra, weights_m
 CPU = torch.device("cpu")
 SECONDS = 60.0
 FILES = {
-    "model-1.safetensors": {"a": torch.arange(40_000, dtype=torch.float32).reshape(200, 200), "empty": torch.empty(0, 3)},
-    "model-2.safetensors": {"b": torch.randn(3, 1).bfloat16(), "c": torch.arange(70_001).to(torch.uint8), "d": torch.tensor(7)},
+    "model-1.safetensors": {"a": torch.arange(40_000.0).reshape(200, 200), "empty": torch.empty(0, 3)},
+    "model-2.safetensors": {"b": torch.randn(3, 1).bfloat16(), "c": torch.arange(70_001).byte(), "d": torch.tensor(7)},
 }  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def begin(directory: Path, **options: Any) -> Staging:
 
 
 def test_what_is_read_is_what_the_files_hold(tmp_path: Path) -> None:
-    """Contract: every tensor arrives bit by bit, of every size, across chunks, with its dtype and shape, in the order of the manifest."""
+    """Contract: every tensor arrives bit by bit, of every size, across chunks, with dtype and shape, in file order."""
     directory = commit(tmp_path)
     read = begin(directory)
     read.wait(SECONDS)
@@ -76,7 +76,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("sharing", [1, 1 << 40], ids=["kept", "only hashed"])
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], object], sharing: int) -> None:
-    """Contract: a version whose files are not what its manifest says is never given out, whether it is kept in memory or only hashed."""
+    """Contract: a version whose files differ from its manifest is never given out, kept in memory or only hashed."""
     directory = commit(tmp_path)
     damage(directory)
     read = begin(directory, sharing=sharing)
@@ -88,7 +88,7 @@ def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], object], shari
 
 
 def test_without_room_the_version_is_hashed_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: where memory is short nothing is kept; the one who verifies has hashed it, the others do not read it at all."""
+    """Contract: where memory is short nothing is kept; the one who verifies has hashed it, the others read nothing."""
     directory = commit(tmp_path)
     size = layout(weights_manifest(directory).tensors)[1]
     for available, sharing, place in ((2 * size, 1, "host"), (2 * size - 1, 1, "nowhere"), (2 * size, 2, "nowhere")):
@@ -104,7 +104,7 @@ def test_without_room_the_version_is_hashed_and_not_kept(tmp_path: Path, monkeyp
 
 
 def test_files_that_are_replaced_while_vllm_reads_them_are_not_served(tmp_path: Path) -> None:
-    """Contract: what was hashed is what was loaded, even where a new incarnation of the trainer commits the version anew during the load."""
+    """Contract: what was hashed was loaded, even if a new incarnation of the trainer commits the version meanwhile."""
     directory = commit(tmp_path)
     identity = {"version": 1, "hash": weights_manifest(directory).hash, "weight_dir": str(directory)}
 

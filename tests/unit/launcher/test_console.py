@@ -63,7 +63,7 @@ def test_steps_that_come_late_or_again(tmp_path: Path) -> None:
 
 
 def test_summary_compares_first_and_last(tmp_path: Path) -> None:
-    """Reward of the first five steps and the last five, evals before and after, weights; of a recovered run the whole."""
+    """Reward of the first and the last five steps, evals before and after, weights; of a recovered run the whole."""
     for step in range(1, 13):
         add(tmp_path, "orchestrator", step, step, **{"reward/mean": step / 10})
     add(tmp_path, "orchestrator", 1, 1.0, **{"eval/rt/reward/mean": 0.1})

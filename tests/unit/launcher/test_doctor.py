@@ -102,7 +102,7 @@ CASES: dict[str, tuple[str, Callable[[ProcessId], list[ProcessStatus]], str, str
         "rl ended without a last word (killed, or the host went down), and everything with it",
     ),
     "one by hand was killed": (
-        "none", lambda _: [status("trainer", of=DEAD, beat=50.0)], "failed", "trainer died without a last word 50 s ago",
+        "none", lambda _: [status("trainer", of=DEAD, beat=50.0)], "failed", "trainer died without a last word 50 s ago"
     ),
 }  # fmt: skip
 

@@ -160,7 +160,7 @@ HALF = {"gpu_memory_utilization": 0.5}
         (0, {"server": {"port": 65535}}, {"inference_servers": 2}, "port 65535 leaves no ports for 2 servers"),
         (8, {"tensor_parallel_size": 4}, {"inference_gpus": 6}, r"a server uses 4 \(.*\), 6 is no multiple"),
         (8, {}, {"trainer_ranks": 2}, "trainer_ranks 2, trainer_gpus 1: one GPU a rank"),
-        (8, {}, {"inference_servers": 2, "inference_gpus": 1}, r"inference_gpus 1 .* a server uses 1 .*, 2 servers use 2"),
+        (8, {}, {"inference_servers": 2, "inference_gpus": 1}, r"inference_gpus 1 .* a server uses 1 .*, 2 .* use 2"),
         (0, {}, {"trainer_gpus": 2}, "trainer_gpus: no GPU trains here .*--trainer-ranks"),
         (0, {}, {"inference_gpus": 2}, "inference_gpus: no GPU serves here .*--inference-servers"),
         # Not enough GPUs, with the arithmetic.
@@ -183,7 +183,7 @@ def test_what_cannot_be_laid_out_is_refused(
 
 
 def test_visible_devices_are_read_as_cuda_reads_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The list ends at its first invalid entry. Without it the driver is asked; one that hangs is named within a deadline."""
+    """The list ends at its first invalid entry. Without it the driver is asked; one that hangs is named in time."""
     lists = {"2,3": ["2", "3"], "": [], "-1": [], "0,-1,1": ["0"], " GPU-8a , 1": ["GPU-8a", "1"]}
     assert {value: visible_gpus({"CUDA_VISIBLE_DEVICES": value}) for value in lists} == lists
     monkeypatch.setattr(plan, "_ask_driver", plan._ask_driver.__wrapped__)

@@ -46,7 +46,7 @@ def test_datasets(tmp_path: Path) -> None:
 
 
 def test_an_environment_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: workers find it there, and so does the check before; a slip of the pen gets the bundled one that is near."""
+    """Contract: workers find it there, and so does the check before; a typo gets the bundled one that is near."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", str(tmp_path))])
     (tmp_path / "guess_here.py").write_text("def tasks(): return []\nasync def rollout(task, chat): return 0.0\n")

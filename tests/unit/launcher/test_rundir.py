@@ -41,7 +41,7 @@ def overdue(owner: Owner) -> Owner:
 
 
 def test_one_owner(tmp_path: Path, partner: int) -> None:
-    """A living launcher keeps the directory: by pid on this host, by heartbeat on another. A dead one's is taken over."""
+    """A living launcher keeps the directory: by pid on this host, else by heartbeat. A dead one's is taken over."""
     claim(tmp_path, **asdict(identify(partner)))
     with pytest.raises(UserError, match=rf"`rl` \(pid {partner} on .*\) is running in"):
         Owner(tmp_path)
@@ -80,8 +80,8 @@ def test_an_owner_leaves_nothing_behind(tmp_path: Path) -> None:
 WRITTEN = """
 rollouts/step_0/x weights/step_1/x weights/.step_2.tmp-x/x recovery/step_2/x recovery/.step_4.tmp-x/x evals/.lock
 checkpoints/step_2/x checkpoints/given_up_1_step_4/x logs/envs/x configs/trainer.toml evals/rt/step_0/results.jsonl
-logs/trainer.log metrics/trainer.jsonl incarnations/0.json leases/orchestrator.json settings/trainer.json settings/.trainer.json.tmp-1
-status/trainer.json status/trainer.1.json status/.trainer.1.json.tmp-1 ledger.sqlite
+logs/trainer.log metrics/trainer.jsonl incarnations/0.json leases/orchestrator.json settings/trainer.json
+settings/.trainer.json.tmp-1 status/trainer.json status/trainer.1.json status/.trainer.1.json.tmp-1 ledger.sqlite
 ledger.sqlite-journal configs/mine.toml notes/x
 """
 
@@ -114,7 +114,7 @@ def left_behind(root: Path) -> None:
 
 
 def test_what_is_no_earlier_run(tmp_path: Path) -> None:
-    """Contract: beside a server, an evaluation, or the remains of a start that failed a run starts without `--clean`. It leaves what the others have made."""
+    """Contract: beside a server, an evaluation, or a failed start a run starts without `--clean`, and leaves them."""
     (tmp_path / "metrics").mkdir()
     for name in ("inference", "eval"):
         (tmp_path / "metrics" / f"{name}.jsonl").write_text("{}\n")

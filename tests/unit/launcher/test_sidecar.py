@@ -50,7 +50,7 @@ def test_contradictions_are_refused(arguments: list[str], message: str) -> None:
 
 
 def test_what_a_server_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: GPUs behind the trainer's; neither torchrun's variables (an engine would wait for ranks) nor `sft`'s."""
+    """Contract: GPUs behind the trainer's; neither torchrun's variables (an engine would wait) nor `sft`'s."""
     monkeypatch.setattr(sidecar, "visible_gpus", lambda environ: ["0", "1", "2"])
     made = config(inference={"tensor_parallel_size": 2})
     variables = {process.name: process.env for process in EvalSidecar(made, {"LOCAL_WORLD_SIZE": "1"}).processes}

@@ -16,7 +16,9 @@ CALLS = {
     "scontrol": "printf 'a\\nb\\nc\\nd\\n'",
     "uv": 'echo "uv $*" >> "$CALLS"',
     # A server runs until it is ended; the other steps end after it was called, with `$STATUS`.
-    "srun": 'echo "srun $*" >> "$CALLS"\ncase "$*" in *inference*) exec sleep "${SERVER_SECONDS:-600}";; esac\nuntil grep -q inference "$CALLS"; do sleep 0.05; done\nexit "${STATUS:-0}"',
+    "srun": 'echo "srun $*" >> "$CALLS"\n'
+    'case "$*" in *inference*) exec sleep "${SERVER_SECONDS:-600}";; esac\n'
+    'until grep -q inference "$CALLS"; do sleep 0.05; done\nexit "${STATUS:-0}"',
     "sbatch": 'echo "Submitted batch job 7 ($1)"',
 }
 
@@ -57,7 +59,7 @@ def test_one_node_runs_the_command_itself(cluster: Path) -> None:
 
 
 def test_the_first_nodes_serve_and_the_others_train(cluster: Path) -> None:
-    """Contract: the first nodes serve, the others train, the orchestrator knows every server; servers end with the jobs."""
+    """Contract: the first nodes serve, the others train, the orchestrator knows all servers; they end with the jobs."""
     made = config(cluster / "run", {"nodes": 4, "inference_nodes": 2}, inference={"tensor_parallel_size": 2})
     status, calls = run(cluster, made)
     assert status == 0
@@ -96,7 +98,7 @@ def test_nodes_that_cannot_be_laid_out(
 
 
 def test_submitting_and_printing(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Contract: `--dry-run` prints the script and submits nothing; the configs that the job reads do not submit again."""
+    """Contract: `--dry-run` prints the script and submits nothing; the job's configs do not submit again."""
     root = cluster / "run"
     assert submit(config(root, {"nodes": 2}, inference={}, dry_run=True)) == 0
     assert capsys.readouterr().out.startswith("#!/usr/bin/env bash\n#SBATCH")

@@ -35,7 +35,7 @@ STALLS: list[tuple[ProcessStatus, str | None]] = [
     (beats(waiting=OVERDUE), "has stalled for 161 s (it waits for rollouts/step_3 from orchestrator)"),
     (beats(ago=299.0, outcome="finished"), None),
     (beats(ago=301.0, outcome="finished"), "said `finished` 301 s ago and has not ended"),
-    # A service may idle, and take its time to start. Once it has reported answers of its engine it must go on with that.
+    # A service may idle, and start slowly. Once it has reported answers of its engine it must go on with that.
     (beats(SERVER, ago=9000.0, ready=None), None),
     (beats(SERVER, progress=9000.0), None),
     (beats(SERVER, ago=61.0, progress=9000.0), "has given no sign of life for 61 s"),

@@ -34,7 +34,7 @@ def tmux(*arguments: str) -> str:
 
 
 def test_panes(tmp_path: Path) -> None:
-    """What is typed into a pane runs in the checkout, by a shell; what the log says is shown beside. A second call changes nothing; `kill` ends it."""
+    """What is typed into a pane runs in the checkout, by a shell; the log is shown beside. A second call is a no-op."""
     for _ in range(2):
         assert "exp" in script("-s", "exp", "-o", tmp_path / "out")
         listed = tmux("list-panes", "-t", "=exp:RL", "-F", "#{@name} #{pane_id} #{pane_width}x#{pane_height}")
@@ -43,7 +43,8 @@ def test_panes(tmp_path: Path) -> None:
         assert panes.keys() == {"Trainer", "Orchestrator", "Inference", *logs}
         assert len({size for _, _, size in map(str.split, listed.splitlines())}) <= 2  # a column apart
     for name in ("Trainer", "Inference"):
-        tmux("send-keys", "-t", panes[name], f"pwd > {tmp_path}/{name}; echo it says > {tmp_path}/out/logs/{name.lower()}.log", "Enter")  # fmt: skip
+        typed = f"pwd > {tmp_path}/{name}; echo it says > {tmp_path}/out/logs/{name.lower()}.log"
+        tmux("send-keys", "-t", panes[name], typed, "Enter")
         beside = panes[logs[0 if name == "Trainer" else 2]]
         wait(lambda: "it says" in tmux("capture-pane", "-p", "-t", beside), subject="the log", owner="tail", seconds=30)  # noqa: B023
         assert (tmp_path / name).read_text().strip() == str(REPOSITORY)

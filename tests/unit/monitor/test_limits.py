@@ -39,7 +39,7 @@ SITUATIONS = {
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_each_situation_is_named(situation: str) -> None:
-    """Contract: the side that is busy nearly all the time, else what explains half of what the busier one loses, else the pipeline."""
+    """Contract: the side nearly always busy, else what explains half of the busier one's loss, else the pipeline."""
     shares, name, share, reason = SITUATIONS[situation]
     limit = limit_of(shares)
     assert (limit.name, limit.share) == (name, pytest.approx(share))
@@ -49,7 +49,8 @@ def test_each_situation_is_named(situation: str) -> None:
 def rows(**seconds: float) -> tuple[dict[str, float], dict[str, float]]:
     """Rows of a step of ten seconds on both sides."""
     trainer = {"wait_for_batch", "read_batch", "export", "export_write", "save_ckpt"}
-    sides: tuple[dict[str, float], dict[str, float]] = ({"time/step": 10.0, "time/idle": 0.0}, {"time/step": 10.0, "time/wait_for_batch": 0.0})  # fmt: skip
+    sides: tuple[dict[str, float], dict[str, float]]
+    sides = {"time/step": 10.0, "time/idle": 0.0}, {"time/step": 10.0, "time/wait_for_batch": 0.0}
     for name, value in seconds.items():
         sides[name in trainer][f"time/{name}"] = value
     return sides
@@ -57,11 +58,12 @@ def rows(**seconds: float) -> tuple[dict[str, float], dict[str, float]]:
 
 def test_shares_are_of_all_steps_together() -> None:
     """Contract: of a long step and a short one the seconds are added up; shares are not averaged."""
-    orchestrator, trainer = rows(idle=4.0, update_weights=2.0, update_pause=0.5, wait_for_batch=3.0, read_batch=1.0, save_ckpt=1.0, export=0.5, export_write=1.5)  # fmt: skip
+    seconds = {"read_batch": 1.0, "save_ckpt": 1.0, "export": 0.5, "export_write": 1.5}
+    orchestrator, trainer = rows(idle=4.0, update_weights=2.0, update_pause=0.5, wait_for_batch=3.0, **seconds)
     short = {"time/step": 2.0, "time/idle": 2.0, "workers/cpu": 0.6}, {"time/step": 2.0, "time/wait_for_batch": 2.0}
     assert shares_of([orchestrator, short[0]], [trainer, short[1]]) == Shares(
-        waited=pytest.approx(4 / 12), publish=pytest.approx(0.5 / 12), saved=pytest.approx(1 / 12), read=pytest.approx(1 / 12),
-        idle=pytest.approx(6 / 12), paused=pytest.approx(0.5 / 12), cpu=pytest.approx(0.1),
+        waited=pytest.approx(4 / 12), publish=pytest.approx(0.5 / 12), saved=pytest.approx(1 / 12),
+        read=pytest.approx(1 / 12), idle=pytest.approx(6 / 12), paused=pytest.approx(0.5 / 12), cpu=pytest.approx(0.1),
     )  # fmt: skip
 
 

@@ -47,7 +47,8 @@ raise RuntimeError("crash")
 
 def says(process: str, output_dir: Path | str, *more: str, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", SAYS, process, str(output_dir), *more]
-    return subprocess.run(command, text=True, timeout=60, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options})  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.run(command, text=True, timeout=60, **{**pipes, **options})
 
 
 def test_log_lines(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_log_lines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("process", ["trainer", "trainer.1"])
 def test_what_rl_keeps_is_not_kept_twice(tmp_path: Path, process: str) -> None:
-    """Stdout is the log file already, which ranks share: every line once, and no other file. A rank's lines bear its name; by hand it has its own file."""
+    """Stdout is the log file, which ranks share: every line once, no other file. By hand a rank has its own file."""
     path = tmp_path / "logs" / "trainer.log"
     path.parent.mkdir()
     with path.open("ab") as file:
@@ -100,7 +101,7 @@ logging.getLogger("vllm.core").info("engine"); logging.getLogger("vllm.core").de
 
 
 def test_templates_of_log_lines_take_their_arguments() -> None:
-    """loguru formats with `{}`: what is written for `logging`, or counts wrong, would lose its arguments without a word."""
+    """loguru formats with `{}`: a template for `logging`, or one that counts wrong, would silently lose arguments."""
     wrong = []
     for path in (REPOSITORY / "src" / "prime_rl").rglob("*.py"):
         source = path.read_text()
@@ -112,7 +113,8 @@ def test_templates_of_log_lines_take_their_arguments() -> None:
             ):
                 template, *values = call.args
                 literal = isinstance(template, ast.Constant)
-                takes = [field for _, field, _, _ in Formatter().parse(template.value) if field is not None] if literal and values else []  # fmt: skip
+                parsed = Formatter().parse(template.value) if literal and values else []
+                takes = [field for _, field, _, _ in parsed if field is not None]
                 starred = any(isinstance(value, ast.Starred) for value in values)
                 if (len(takes) != len(values) and not starred) or (literal and re.search(r"%[sdr]", template.value)):
                     wrong.append(f"{path.name}:{call.lineno}")
@@ -188,7 +190,7 @@ def test_a_process_that_says_nothing_still_lives(tmp_path: Path, monkeypatch: py
 def test_a_long_wait_is_said_and_repeated_sparingly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: pytest.LogCaptureFixture
 ) -> None:
-    """Contract: a process that waits for somebody who was never started names both after ten seconds; other ranks keep silent."""
+    """Contract: a process that waits for one never started names both after ten seconds; other ranks are silent."""
     clock = [1000.0]
     monkeypatch.setattr("prime_rl.monitor.status.time.time", lambda: clock[0])
     monkeypatch.setattr("prime_rl.monitor.status.HEARTBEAT_SECONDS", 3600.0)  # the beats are those below

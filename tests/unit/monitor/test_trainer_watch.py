@@ -1,4 +1,4 @@
-"""When the trainer counts as ended. A run that takes it for ended too early loses its last checkpoint and serves a version that was given up."""
+"""When the trainer counts as ended. Too early would lose the run's last checkpoint and serve a superseded version."""
 
 from pathlib import Path
 

@@ -113,8 +113,8 @@ def test_gdpo() -> None:
 
 
 def test_length_penalties() -> None:
-    """Linear, mean 1/2: 0.25 · 10/20 + 0.1 · 5/5 + 0.1 · 1/2 = 0.275 of it, and 0.25 + 0.1 · 2/5 + 0.1 = 0.39 of it; none
-    where the mean is negative, for length would be rewarded. Overlong, 100 tokens of room, the last 20 of them a cache:
+    """Linear, mean 1/2: 0.25 · 10/20 + 0.1 · 5/5 + 0.1 · 1/2 = 0.275 of it, and 0.25 + 0.1 · 2/5 + 0.1 = 0.39 of it;
+    none where the mean is negative, for length would be rewarded. Overlong, 100 tokens of room, the last 20 a cache:
     nothing up to 80, a half at 90, all of it from 100 on."""
     group = [
         Trajectory(1.0, output_tokens=10, total_tokens=15),
@@ -162,8 +162,7 @@ CONFIGS: list[AlgorithmConfig] = [
 
 @pytest.mark.parametrize("config", CONFIGS, ids=[f"{i} {one.type}" for i, one in enumerate(CONFIGS)])
 def test_a_group_without_signal(config: AlgorithmConfig) -> None:
-    """Contract: what is said to have no signal has exactly none, however the rest of the batch is normalized; only what
-    compares attempts at one task may say so."""
+    """Contract: no signal means exactly none, however the batch is normalized; only comparisons may say so."""
     alike = [Trajectory(0.3, 10, 20, rewards={"a": 0.1, "b": 0.2})] * 3
     differing = [*alike, Trajectory(1.0, 10, 20, rewards={"a": 1.0, "b": 0.0})]
     assert carries_signal(config, alike) != config.group_relative
@@ -194,8 +193,7 @@ def own(function: str, **args: float) -> CustomAlgorithm:
 
 
 def test_an_algorithm_of_ones_own() -> None:
-    """Contract: a function gets a group's trajectories and arguments; one that is not there, takes other arguments or
-    gives no finite numbers is refused."""
+    """Contract: a function gets a group's trajectories and arguments; a wrong one, or its numbers, are refused."""
     config = own("best_alone", margin=0.3)
     assert of_one(config, rewarded(1.0, 0.8, 0.2)) == [1.0, 1.0, 0.0]
     assert carries_signal(config, rewarded(1.0, 0.8))
@@ -211,8 +209,7 @@ def test_an_algorithm_of_ones_own() -> None:
 
 
 async def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/guides/algorithms.md adds an algorithm, one file and one line: the orchestrator trains on what that very text
-    says, in three groups of two attempts each."""
+    """The orchestrator trains on what docs/guides/algorithms.md adds, one file, one line, in three groups of two."""
     text = (REPOSITORY / "docs" / "guides" / "algorithms.md").read_text()
     file, line = (
         re.search(rf"<!-- example: {name} -->\n```\w+\n(.*?)```", text, re.DOTALL)[1] for name in ("file", "line")

@@ -1,4 +1,4 @@
-"""Where the orchestrator goes on: after what is committed, not before and not beyond; and its part of the checkpoints."""
+"""Where the orchestrator goes on: after what is committed, not before or beyond; and its part of the checkpoints."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def where(progress: ResumePoint) -> tuple[int, int, int]:
 
 
 def test_a_run_goes_on_after_the_batches_that_are_committed(tmp_path):
-    """From a checkpoint, collecting goes on after the batches beyond it; -1 is the newest complete one, and a part of the
+    """From a checkpoint, collecting goes on after the batches beyond it; -1 is the newest complete one; a part of the
     trainer alone is none. A damaged state is named with its checkpoint."""
     assert resume(tmp_path, None) == resume(tmp_path, CkptConfig()) == ResumePoint()
     commit_batches(tmp_path, 0, 1, 2, 3)
@@ -75,9 +75,9 @@ def test_after_a_crash_everything_committed_counts(tmp_path):
 
 
 def test_a_checkpoint_is_completed_from_the_batch_before_it(tmp_path):
-    """Nothing is remembered: whenever a part of the trainer stands alone, the state of that step is added and the two are
-    joined, over what a crash left there. One whose batch is gone stays single, and does not stop the run; so does one that
-    a later incarnation gave up."""
+    """Nothing is remembered: whenever a part of the trainer stands alone, the state of that step is added and both are
+    joined, over what a crash left there. One whose batch is gone stays single, and does not stop the run; so does one
+    that a later incarnation gave up."""
     root = tmp_path / "checkpoints"
     commit_batches(tmp_path, 1, 3)
     joint = JointCheckpoints(tmp_path, None)

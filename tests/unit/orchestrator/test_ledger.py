@@ -98,7 +98,7 @@ def test_a_lost_episode_stops_the_run(ledger):
 
 
 def test_what_the_scheduler_needs_to_go_on(ledger):
-    """Finished episodes come back with their tokens; what was in flight starts again under its name, a retry as such."""
+    """Finished episodes come back with tokens; what was in flight starts again under its name, a retry as such."""
     names = open_group(ledger, 3, size=4)
     mine = an_episode(0.25, sampled=17)
     ledger.finished(names[0], 1, 2, 5, mine)

@@ -1,4 +1,4 @@
-"""Batches follow one another (DESIGN, "Pipeline"): the real scheduler in a simulated world, against the shortest step that the world allows."""
+"""Batches follow one another (DESIGN, "Pipeline"): the real scheduler in a simulated world, against its least step."""
 
 import itertools
 import statistics
@@ -13,7 +13,7 @@ from support.scheduling import endless_tasks
 
 NEAR = 1.1  # of the shortest step
 
-# Of the issue: an engine of 20,000 tokens/s and at most 150 a request, batches of 128 x 128 tokens, training 0.3 s, a version 0.6 s.
+# An engine of 20,000 tokens/s, at most 150 a request, batches of 128 x 128 tokens, training 0.3 s, a version 0.6 s.
 LOCKED = World(1, 0.3, 0.6, batch=128, group=8)
 
 
@@ -42,7 +42,7 @@ def test_a_step_takes_hardly_longer_than_it_must(world: World) -> None:
 
 
 def test_without_a_pace_batches_lock() -> None:
-    """The world has what the pace is for: without it two batches share the engine, end together, and the engine waits for the trainer."""
+    """Without a pace two batches share the engine, end together, and the engine waits for the trainer."""
     assert simulate(LOCKED, paced=False).step(LOCKED.counted) > 1.25 * shortest_step(LOCKED)
     assert simulate(LOCKED).step(LOCKED.counted) <= 1.02 * shortest_step(LOCKED)
 
@@ -53,15 +53,15 @@ def test_without_a_pace_batches_lock() -> None:
     World(1, 0.4, 0.15, 128, 8, 110, 14_000),
 ])  # fmt: skip
 def test_steps_take_equally_long(world: World) -> None:
-    """Contract: batches complete one after the other, not two at a time: after the fifth no step takes 1.5 times the median."""
+    """Contract: batches complete one by one, not two at a time: after the fifth no step takes 1.5 times the median."""
     course = simulate(world, steps=31)
     seconds = [later - earlier for earlier, later in itertools.pairwise(course.ends)][5:]
     assert max(seconds) <= 1.5 * statistics.median(seconds)
 
 
 def test_only_what_comes_on_top_of_a_batch_is_paced() -> None:
-    """Contract: with less than a batch in flight a group is opened at once; beyond, 0.9 of a step's time after the one a batch before it, and
-    `opens_at` says when. A group that is open already is never held back."""
+    """Contract: with less than a batch in flight a group is opened at once; beyond, 0.9 of a step's time after the one
+    a batch before it, and `opens_at` says when. A group that is open already is never held back."""
     core: Scheduler[None] = Scheduler(Limits(2, 2, 1, 8, 100), endless_tasks())
 
     def started(now: float) -> int:

@@ -1,4 +1,4 @@
-"""From episodes to samples: advantages by hand, the zero-advantage filter, exact tokens, which component of the loss each
+"""From episodes to samples: advantages by hand, the zero-advantage filter, exact tokens, which loss component each
 token feeds; what a step reports; what is left out or rejected, each rule by hand; and settings that are refused."""
 
 import math
@@ -67,8 +67,8 @@ def episode(
 def batch(*groups: list[Finished[EpisodeResult]], tasks: tuple[Task, ...] = ()) -> Batch[EpisodeResult]:
     """Groups 7, 8 … of step 5, about `tasks` (else all about `TASK`)."""
     return Batch(5, [
-        Group(7 + i, task, finished=[replace(one, start=replace(one.start, group=7 + i, task=task)) for one in finished])
-        for i, finished in enumerate(groups) for task in [tasks[i] if tasks else TASK]
+        Group(n, task, finished=[replace(one, start=replace(one.start, group=n, task=task)) for one in finished])
+        for n, finished in enumerate(groups, start=7) for task in [tasks[n - 7] if tasks else TASK]
     ])  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def played(number: int, *players: tuple[str, float]) -> Finished[EpisodeResult]:
 
 
 def test_parts_of_an_episode_are_attempts_of_their_own() -> None:
-    """Of two players of a game the one that won is drawn to what it did, by the rewards of single functions too; several
+    """Of two players of a game the winner is drawn to what it did, by the rewards of single functions too; several
     conversations of one agent are all compared, each by its own reward."""
     games = batch([played(0, ("white", 1.0), ("black", -1.0)), played(1, ("white", -1.0), ("black", 1.0))])
     for algorithm in (GRPO(), GDPO()):
@@ -146,7 +146,7 @@ def test_inexact_tokens_stop_the_run(damage: Any) -> None:
 
 
 def test_every_environment_has_its_own_algorithm_and_its_state() -> None:
-    """Contract: groups are scored by the algorithm of their environment; its state is returned, and not changed before."""
+    """Contract: the environment's algorithm scores its groups; the new state is returned, the old one not changed."""
     groups = batch(
         [episode(0, 1.0), episode(1, 0.0), episode(2, 0.0)],
         [episode(0, 1.0), episode(1, 0.0)],
@@ -171,7 +171,7 @@ MASK = [False, False, False, True, False, False, True, False]
 def streams(
     config: AlgorithmConfig, advantage: float = 0.5, *, keep_zero: bool = False, cut: int = 8, mask: list[bool] = MASK
 ) -> Any:
-    """Of user user | assistant: scaffold, sampled | tool tool | sampled | user; with a teacher's scores where it has one."""
+    """Of user user | assistant: scaffold, sampled | tool tool | sampled | user; perhaps with a teacher's scores."""
     roles = ["user", "user", "assistant", "assistant", "tool", "tool", "assistant", "user"]
     logprobs = array("f", [-0.5 * sampled for sampled in MASK])
     made = SampleTokens(array("i", range(10, 18)), bytes(MASK), logprobs, 3, 0.0, roles=bytes(map(ROLES.index, roles)))
@@ -191,7 +191,8 @@ def test_by_reward_and_echo() -> None:
     assert made["ce_weight"].tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.1, 0, 0.2])
     assert "rl_weight" not in made
     later = [False] * 6 + [True, False]  # its first reply was trained with an earlier sequence
-    assert streams(Echo(weights={"tool": 0.1}), mask=later)["ce_weight"].tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.1, 0, 0])  # fmt: skip
+    weights = streams(Echo(weights={"tool": 0.1}), mask=later)["ce_weight"].tolist()
+    assert weights == pytest.approx([0, 0, 0, 0, 0.1, 0.1, 0, 0])
     assert not streams(Echo(), 0.0)["rl_weight"].any()
     assert streams(Echo(), 0.0, cut=4) is None  # what is left of it has no such token
 
@@ -250,7 +251,7 @@ def rewarded(*rewards: float, sampled: int = 3, filtered: str = "") -> list[Fini
 
 
 def test_experts_reach_the_sample_and_are_counted() -> None:
-    """Contract: a sample has the experts of its tokens but the last, of all of them where it is cut; their bytes are reported."""
+    """Contract: a sample has the experts of its tokens but the last, of all if it is cut; their bytes are reported."""
     plain, chosen = tokens(3), tokens(3)  # five tokens
     chosen.experts = RoutedExperts(np.arange(4 * 6, dtype="<u2").tobytes(), 2, 3, 2)
     episodes = [episode(0, 1.0, samples=[chosen]), episode(1, 0.0, samples=[plain])]

@@ -113,8 +113,7 @@ def test_a_failed_episode_is_issued_again_in_its_place_under_a_new_name():
 
 
 def test_a_group_that_is_turned_away_makes_room_for_another():
-    """Dynamic sampling: its episodes are dropped as filtered, with the gate's word, and the next batch is as full as any;
-    the gate looks once."""
+    """Dynamic sampling: its episodes are dropped with the gate's word, once; the next batch is as full as any."""
     gated = []
 
     def gate(group):
@@ -133,7 +132,7 @@ def test_a_group_that_is_turned_away_makes_room_for_another():
 
 
 def test_what_is_left_of_a_group_that_grew_stale_is_looked_at_again():
-    """A group that was let through loses an episode to age: whether the rest can teach anything is the gate's to say."""
+    """A group that was let through loses an episode to age: the gate says whether the rest can teach anything."""
     sizes = []
 
     def gate(group):
@@ -201,8 +200,7 @@ def test_what_counts_in_the_new_incarnation_too_is_kept():
 
 
 def test_a_server_that_fails_its_verification_takes_back_only_what_finished_since_the_last_one():
-    """What was verified before stays, the rest is sampled again on the same version; what is not verified is in no batch,
-    and no gate judges it."""
+    """What was verified stays, the rest is sampled again on the same version; no batch or gate sees it before."""
     gated = []
     scheduler = Recorded(Limits(4, 2, 0, 8, 100, 10), gate=lambda group: gated.append(group.number))
     starts = start_all(scheduler)

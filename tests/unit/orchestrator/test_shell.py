@@ -1,5 +1,4 @@
-"""The loop around the scheduler, against a scripted engine and pool: restarts, new incarnations of the trainer,
-evaluations, deadlines, stopping."""
+"""The loop around the scheduler, with a scripted engine and pool: restarts, incarnations, evaluations, deadlines."""
 
 import asyncio
 import dataclasses
@@ -31,7 +30,7 @@ async def fails(world: World, message: str) -> None:
 
 
 async def test_when_the_trainer_goes_on_from_an_earlier_step_its_later_versions_are_forgotten(tmp_path):
-    """A resumed run, the orchestrator up first: versions of the incarnation that was given up are not served, or given up
+    """A resumed run, the orchestrator up first: versions of the superseded incarnation are not served, or forgotten
     as soon as it ends."""
     world = World(tmp_path, max_steps=9, async_level=1, ckpt={"resume_step": 2})
     for version in range(6):
@@ -56,8 +55,7 @@ async def test_when_the_trainer_goes_on_from_an_earlier_step_its_later_versions_
 
 
 async def test_a_run_is_not_mixed_with_another(tmp_path):
-    """One that died before its first batch left a ledger: a fresh run would count its episodes as its own. Another seed
-    would repeat some tasks and leave out others."""
+    """A first one that died left a ledger, whose episodes a fresh run would count; another seed would skip tasks."""
     world = fresh(tmp_path, max_steps=1)
     run = asyncio.create_task(world.orchestrator().run())
     await until(has_batch(world, 0), run=run)
@@ -89,8 +87,8 @@ async def test_evaluations_come_at_every_multiple_even_when_versions_are_skipped
 
 
 async def test_a_version_that_another_incarnation_of_the_trainer_makes_again_is_evaluated_again(tmp_path):
-    """Contract: a number is not a policy: what is logged last for it is of the one that the run goes on with, also after
-    a restart of this process."""
+    """Contract: a number is not a policy: what is logged last for it is of the one that the run goes on with, after a
+    restart of this process, too."""
     world = fresh(tmp_path, max_steps=2, eval={"interval": 1, "at_start": False, **HELD_OUT})
     run = asyncio.create_task(world.orchestrator().run())
     await until(has_batch(world, 0), run=run)
@@ -114,7 +112,7 @@ async def test_a_version_that_another_incarnation_of_the_trainer_makes_again_is_
 
 
 async def test_a_stop_ends_an_evaluation_and_none_begins_after_it(tmp_path):
-    """Ctrl-C during a long evaluation does not sit it out; what is served while a run stops is left to the resumed one."""
+    """Ctrl-C during a long evaluation does not sit it out; what is served by then is left to the resumed run."""
     world = fresh(tmp_path, eval={"interval": 1, **HELD_OUT})
     world.pool.seconds = 3600
     orchestrator = world.orchestrator()
@@ -149,7 +147,7 @@ CUSTOM = {"path": f"{__file__}:everything"}
     ],
 )
 async def test_what_never_comes_ends_the_run(tmp_path, settings, result, message):
-    """Contract: a trainer that owes a version is named after weights_timeout; groups that teach nothing are not replaced
+    """Contract: a trainer that owes a version is named after weights_timeout; useless groups are not replaced
     for ever; episodes that fail as fast as they start do not keep the loop from counting them."""
     world = fresh(tmp_path, **settings)
     run, world.pool.seconds = world.pool.run, 0.0
@@ -165,8 +163,7 @@ async def test_what_never_comes_ends_the_run(tmp_path, settings, result, message
 
 
 async def test_what_limits_the_run_is_in_the_metrics_of_its_steps(tmp_path):
-    """Contract: the time in which nothing was in flight is counted, and named for what it is once the trainer has
-    reported steps, too."""
+    """Contract: time with nothing in flight is counted, and named once the trainer has reported steps, too."""
     world = fresh(tmp_path)
     world.pool.busiest = 0.97
     path = metrics_path(tmp_path, "trainer")
@@ -188,7 +185,7 @@ async def test_what_limits_the_run_is_in_the_metrics_of_its_steps(tmp_path):
 
 
 async def test_a_server_that_is_not_sent_a_version_waits_while_others_serve(tmp_path, monkeypatch):
-    """Contract: one that comes back while an evaluation holds up the newer version ends no run, however long that takes."""
+    """Contract: one that comes back while an evaluation holds up the newer version ends no run, however long."""
     monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.05)
     world = FleetWorld(tmp_path, eval={"interval": 1, **HELD_OUT}, weights_timeout=0.5)
     world.pool.seconds, (_, back) = 3600, world.servers

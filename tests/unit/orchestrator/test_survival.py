@@ -69,7 +69,7 @@ class MixedPool(ScriptedPool):
 
 
 def make_world(directory, **settings) -> World:
-    """The lease covers every version that is read: taken before, of its incarnation, and raised only once it is served."""
+    """The lease covers every version that is read: taken before, by incarnation, and raised only once it is served."""
     directory.mkdir()
     world = World(directory, seq_len=2, sampling={"max_tokens": 1}, **(EVERYTHING | settings))
     update = world.engine.update
@@ -263,8 +263,7 @@ async def test_a_trainer_that_begins_again_changes_no_batch(tmp_path, reference,
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_an_asynchronous_run_under_kills_of_both_trains_every_sample_once(tmp_path, seed):
-    """Level 2, orchestrator killed and trainer thrown back at random: all steps, each sample once, and the ledger
-    accounts for everything."""
+    """Level 2, orchestrator killed, trainer thrown back at random: all steps, each sample once, a right ledger."""
     world, chance = make_world(tmp_path / "run", async_level=2, max_off_policy_steps=3), random.Random(seed)
     trainers = [asyncio.create_task(train(world))]
 

@@ -1,4 +1,4 @@
-"""The task stream: endless, seeded, resumable by a count. Difficulty pools: who is drawn how often, and what is saved."""
+"""The task stream: endless, seeded, resumable by a count. Difficulty pools: how often whose tasks come; their state."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ def take(stream: Iterator[Task], count: int) -> list[Task]:
 
 
 def test_every_task_comes_once_an_epoch_in_an_order_of_the_seeds() -> None:
-    """Two epochs hold each task twice, in different orders; the same seed gives the same stream, another one does not."""
+    """Two epochs hold each task twice, in different orders; one seed gives one stream, another seed another."""
     drawn = take(task_stream({"a": tasks("a", 20)}, {"a": 1.0}, 0), 40)
     assert sorted(task.index for task in drawn[:20]) == sorted(task.index for task in drawn[20:]) == list(range(20))
     assert drawn[:20] != drawn[20:]
@@ -93,7 +93,7 @@ def make_stream() -> tuple[Pools, Iterator[Task]]:
 
 
 def test_a_run_goes_on_from_its_state() -> None:
-    """Contract: with the state after a batch, through JSON, it draws as one that was never interrupted: of earlier draws
+    """Contract: with the state after a batch, through JSON, it draws like an uninterrupted one: of earlier draws
     only their number counts. A state of another version is refused: its pools are not taken for new ones."""
     whole, draws = make_stream()
     left: list[Task] = []

@@ -1,5 +1,4 @@
-"""Teachers behind real sockets: scores, servers that cannot score, that are busy, that refuse, that are not there; and
-runs with teachers around a scripted engine."""
+"""Teachers behind real sockets: scores, servers that cannot, are busy, refuse or are gone; and runs with them."""
 
 import asyncio
 from array import array
@@ -108,8 +107,7 @@ async def test_a_server_that_fails(answer: int | Handler, message: str) -> None:
 
 
 async def test_a_server_that_cannot_be_a_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: said before anything starts, with the setting that names it and its answer. It gets the key that
-    `api_key_var` names, never that of another API."""
+    """Contract: said before anything starts, by setting and answer. It gets `api_key_var`'s key, no other API's."""
     keys = []
 
     async def cannot(request: web.Request) -> web.Response:
@@ -145,8 +143,7 @@ async def test_a_server_that_cannot_be_a_teacher(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("kind", ["opd", "opsd"])
 async def test_an_episode_gets_its_scores_or_is_none(kind: str) -> None:
-    """Contract: every sample has the scores of its teacher, up to `seq_len`, or the episode has failed. With `opsd` the
-    teacher is the server that sampled it."""
+    """Contract: a sample has its teacher's scores up to `seq_len`, or its episode failed. `opsd`: its own server's."""
     before = [] if kind == "opsd" else [vllm]  # nobody has waited for the policy's server
     async with serving(after_start([vllm, 502], [1] * (1 - len(before)))) as url:
         teacher = {"teacher": {"base_url": url}} if kind == "opd" else {}
@@ -221,8 +218,7 @@ async def test_a_queue_at_a_slow_teacher_costs_no_episode(tmp_path: Path, monkey
 
 
 async def test_a_teacher_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: what it does not score is made again, then dropped and counted; where it stays silent the run ends, and
-    says who is to blame."""
+    """Contract: what it does not score is made again, then dropped and counted; if it stays silent the run ends."""
     asked = []
 
     async def dying(self: Teacher, route: str, body: Any, seconds: float) -> Any:

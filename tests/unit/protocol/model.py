@@ -1,5 +1,5 @@
-"""A model of trainer, orchestrator and servers that decides by the functions of `transport/protocol.py`, and a search over
-all interleavings of their durable steps.
+"""A model of trainer, orchestrator and servers that decides by the functions of `transport/protocol.py`, and a search
+over all interleavings of their durable steps.
 
 A process is a tuple of small numbers. Each function below yields what it may do next: words, the run directory and the
 process afterwards. `bug` names a deliberate one (`mutants.py`).

@@ -1,4 +1,4 @@
-"""The protocol between trainer, orchestrator and servers, in all interleavings within bounds (`docs/concepts/protocol.md`).
+"""The protocol of trainer, orchestrator and servers, in all interleavings within bounds (`docs/concepts/protocol.md`).
 
 The model decides by the functions of `transport/protocol.py`, which the processes call.
 """

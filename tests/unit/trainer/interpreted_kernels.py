@@ -1,5 +1,4 @@
-"""The Triton kernels on the CPU: they are the torch formulas. `test_lm_head.py` runs this file under Triton's
-interpreter."""
+"""The Triton kernels on the CPU are the torch formulas. `test_lm_head.py` runs this under Triton's interpreter."""
 
 from contextlib import nullcontext
 
@@ -88,8 +87,7 @@ def test_what_is_not_finite_is_never_hidden(bad: float, place: int) -> None:
 def test_spread_and_collect(
     tokens: int, k: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows arrive where torch puts them, bit for bit; sums differ by the order of addition at most, whatever the
-    width."""
+    """Rows arrive where torch puts them, bit for bit; sums differ by the order of addition at most, at any width."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     torch.manual_seed(0)
     rows = torch.randn(tokens, width).to(dtype)

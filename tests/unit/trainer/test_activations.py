@@ -168,8 +168,7 @@ def gradients(layers: list[nn.Module], x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("offloaded", [(0, 2, 5), range(LAYERS - 1 - LAG)], ids=["some", "all"])
 def test_offloaded_layers(offloaded: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that these layers keep goes out, neither weights nor what all blocks are given; it leaves the device, the
-    gradients are the same bits, every chunk comes back."""
+    """All that layers keep leaves the device, but no weights or shared inputs; the same gradients; chunks return."""
     monkeypatch.setattr(activations, "SMALLEST", 0)
     monkeypatch.setattr(activations, "CHUNK", 1000)  # NARROW is no whole number of chunks
     torch.manual_seed(0)

@@ -32,8 +32,8 @@ import check_models  # noqa: E402
 ROWS = {row["type"]: row for row in json.loads(check_models.OUT.read_text())["rows"]}
 OTHERS = (
     "bamba", "deepseek_v2", "deepseek_v32", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "jamba", "jetmoe", "lfm2_moe",
-    "longcat_flash", "mamba", "minimax", "minimax_m2", "olmo_hybrid", "persimmon", "phimoe", "qwen2_moe", "recurrent_gemma",
-    "stablelm", "vaultgemma", "xglm", "zamba2",
+    "longcat_flash", "mamba", "minimax", "minimax_m2", "olmo_hybrid", "persimmon", "phimoe", "qwen2_moe",
+    "recurrent_gemma", "stablelm", "vaultgemma", "xglm", "zamba2",
 )  # fmt: skip
 """Types of another kind of attention, of experts or of recurrent layers, or that are refused for another reason."""
 TYPES = (*(name for names in FAMILIES.values() for name in names), *OTHERS)
@@ -50,7 +50,7 @@ def check_exact(model_type: str, settings: dict[str, Any], directory: Path, worl
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_family(model_type: str, tied: bool, world: World, tmp_path: Path) -> None:
     """Packed = one document at a time = transformers' own forward with logits and its own attention, in loss and
-    gradients; and exports have every tensor of the model's files, as it is there. What is refused is refused in one line."""
+    gradients; and exports have every tensor of the model's files, as it is there. Refusals are one line."""
     row, settings = ROWS[model_type], {"tie_word_embeddings": tied}
     if row["verdict"] == "refused":
         with pytest.raises(UserError) as refusal:
@@ -69,15 +69,16 @@ def test_a_variant(name: str, world: World, tmp_path: Path) -> None:
 
 
 MIXERS = (
-    "bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "minimax", "nemotron_h", "qwen3_5_text", "qwen3_5_moe_text",
-    "qwen3_next", "recurrent_gemma", "zamba", "zamba2", "deepseek_v3", "gemma2", "gpt_oss", "llama4 chunks", "mistral",
+    "bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "minimax", "nemotron_h", "qwen3_5_text",
+    "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "zamba", "zamba2", "deepseek_v3", "gemma2", "gpt_oss",
+    "llama4 chunks", "mistral",
 )  # fmt: skip
 """Recurrent layers of every kind, and attention with latent keys, caps, sinks, chunks and windows."""
 
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_poisoned_document_leaves_its_neighbours_alone(name: str, world: World, tmp_path: Path) -> None:
-    """Between two documents lies one of ordinary, of huge and of no numbers: the others' log-probabilities have the same
+    """Between two documents lies one of ordinary, huge or no numbers: the others' log-probabilities have the same
     bits, and (where no infinity is multiplied by their zeros) so have all gradients of their loss."""
     model_type, settings = VARIANTS.get(name, (name, {}))
     build_reference(tiny_config(model_type, **{**settings, "tie_word_embeddings": False}), tmp_path)

@@ -97,7 +97,7 @@ def test_which_backend_is_chosen(
     says: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`auto` passes a backend over only for a reason, and says it. One that is named is never replaced silently: where it
+    """`auto` passes a backend over only for a reason, and says it. One that is named is never replaced: if it
     cannot run it is refused in one line."""
     monkeypatch.setattr(attention, "load", lambda name: "is not installed" if name in absent else None)
     if wanted == "auto":
@@ -169,8 +169,8 @@ def test_kernels_equal_softmax_written_out(
     softcap: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Out and gradients, of sinks too, with grouped heads and values smaller than keys: of our own operations, in blocks
-    of four rows; of a kernel that knows of no sinks, to which boundaries, scale and window mean what they mean to us; and
+    """Out and gradients, of sinks too, with grouped heads and values smaller than keys: of our own operations, in
+    blocks of four rows; of a kernel without sinks, to which boundaries, scale and window mean what they mean to us; and
     of sdpa."""
     monkeypatch.setattr(attention_kernels, "EXPLICIT_ROWS", 4)
     *inputs, d_out = qkv(sum(lengths), value_size=6)

@@ -1,4 +1,4 @@
-"""What the host has left for us: the kernel's account, and the limits of cgroups around us. Files as the kernel writes them, under another root."""
+"""What the host has left for us: the kernel's account, and the cgroups' limits. Files are the kernel's, elsewhere."""
 
 from pathlib import Path
 
@@ -17,7 +17,8 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 
 def meminfo(gib: int) -> str:
-    return f"MemTotal:       2097152000 kB\nMemFree:        1000 kB\nMemAvailable:   {gib << 20} kB\nHugePages_Total:       0\n"
+    total = "MemTotal:       2097152000 kB"
+    return f"{total}\nMemFree:        1000 kB\nMemAvailable:   {gib << 20} kB\nHugePages_Total:       0\n"
 
 
 def v2(limit: object, used: int, cached: int) -> dict[str, str]:

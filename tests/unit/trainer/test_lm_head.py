@@ -83,8 +83,7 @@ def test_scale_cap_and_bias_equal_those_of_full_logits(
 
 
 def test_no_tokens() -> None:
-    """A micro-batch without loss tokens gives a zero loss, sums of the usual shape and zero gradients, and still runs
-    backward."""
+    """A micro-batch without loss tokens gives a zero loss, the usual shapes, zero gradients, and runs backward."""
     hidden, weight, labels, inv_t = inputs(0)
     loss, sums = fused_token_loss(hidden, weight, labels, inv_t, torch.zeros(3, 0).double(), ppo_with_entropy, 4)
     loss.backward()
@@ -110,8 +109,7 @@ def test_what_is_not_finite_is_never_hidden(bad: float) -> None:
 
 
 def test_kernels_under_the_interpreter() -> None:
-    """Every test of interpreted_kernels.py passes, in a process of its own: Triton settles when it is imported whether
-    it interprets."""
+    """Every test of interpreted_kernels.py passes, in a process: Triton decides at import whether it interprets."""
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", Path(__file__).with_name("interpreted_kernels.py"), "-W", "ignore"],

@@ -88,8 +88,7 @@ def test_k3_is_bounded() -> None:
 
 
 def ragged(seed: int = 0) -> list[Sample]:
-    """Samples of different lengths with streams of all components; some RL weights are zero, one sample, a group of its
-    own, has no RL token at all."""
+    """Samples of different lengths with streams of all components; some RL weights are 0, one group's all."""
     draw = np.random.default_rng(seed)
     samples = []
     for number, group in enumerate("abcabbd"):
@@ -102,7 +101,8 @@ def ragged(seed: int = 0) -> list[Sample]:
                 input_ids=draw.integers(0, 50, tokens), loss_mask=mask, logprobs=-draw.uniform(0.05, 3, tokens) * mask,
                 advantages=float(draw.standard_normal()) * mask, temperature=1.0, reward=0.0,
                 rl_weight=(draw.choice([0.0, 1.0, 0.5], tokens) * (number != 2)).tolist(),
-                ce_weight=draw.choice([0.0, 1.0], tokens).tolist(), ref_kl_weight=draw.choice([0.0, 2.0], tokens).tolist(),
+                ce_weight=draw.choice([0.0, 1.0], tokens).tolist(),
+                ref_kl_weight=draw.choice([0.0, 2.0], tokens).tolist(),
                 ref_logprobs=(-draw.uniform(0.05, 3, tokens)).tolist(),
             )
         )  # fmt: skip
@@ -110,8 +110,7 @@ def ragged(seed: int = 0) -> list[Sample]:
 
 
 def policy(samples: Sequence[Sample], seed: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Log-probability (near the sampler's where there is one) and entropy that the policy gives each token, by
-    sample."""
+    """Log-probability (near the sampler's if there is one) and entropy of each token by the policy, by sample."""
     draw = np.random.default_rng(seed)
     logprobs, entropies = {}, {}
     for sample in samples:
@@ -190,7 +189,8 @@ def policy_term(config: LossConfig, lp: Tensor, old: float, adv: float, log_rati
         return torch.tensor(-held) if held < ratio.item() * adv else -ratio * adv
     if config.type == "cispo":
         return -min(max(r.item(), 1 - config.clip_low), 1 + config.clip_high) * adv * lp
-    ratio = math.exp({"token": (lp - old).item(), "sequence": log_ratio.item(), "geometric": log_ratio.item() / sampled}[config.level])  # fmt: skip
+    logs = {"token": (lp - old).item(), "sequence": log_ratio.item(), "geometric": log_ratio.item() / sampled}
+    ratio = math.exp(logs[config.level])
     if config.importance == "mask":
         weight = ratio if config.least <= ratio <= config.most else 0.0
     else:
@@ -231,8 +231,7 @@ every_loss = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.key
 
 @every_loss
 def test_against_an_independent_implementation(config: LossConfig, world: World) -> None:
-    """Contract: the step's loss and its gradient are those of a loop over sequences and tokens that follows the
-    definitions."""
+    """Contract: the step's loss and gradient are those of a loop over sequences and tokens by the definitions."""
     for seed in range(5):
         samples = ragged(seed)
         new = policy(samples, seed)
@@ -243,8 +242,7 @@ def test_against_an_independent_implementation(config: LossConfig, world: World)
 
 @every_loss
 def test_partition_does_not_matter(config: LossConfig, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: one micro-batch, one of each sample, another order, or two ranks with a part each: the same loss and
-    gradient."""
+    """Contract: one micro-batch, one of each sample, another order, or two ranks: the same loss and gradient."""
     samples = ragged()
     new = policy(samples)
     whole = step_loss(config, samples, new, world)
@@ -303,8 +301,7 @@ def misshaped(logprob: Tensor, old: Tensor, advantage: Tensor, *, kind: str) -> 
     ids=["tokens", "sequences", "file"],
 )
 def test_a_loss_of_ones_own(custom: LossConfig, same: LossConfig, world: World) -> None:
-    """Contract: a function that is imported, from a module or a file, stands in for the policy loss, of tokens or of
-    whole sequences."""
+    """Contract: a function from a module or a file stands in for the policy loss, of tokens or of sequences."""
     samples = ragged()
     new = policy(samples)
     got, want = (slopes(step_loss(config, samples, new, world), new) for config in (custom, same))

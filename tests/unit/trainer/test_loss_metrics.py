@@ -17,8 +17,7 @@ Tokens = dict[str, np.ndarray]
 
 
 def draw_tokens(seed: int, count: int = 700, spread: float = 0.4) -> Tokens:
-    """Tokens, some off the mask; the policy is near their sampler or, for the last ones, the very
-    same."""
+    """Tokens, some off the mask; the policy is near their sampler or, for the last ones, the very same."""
     draw = np.random.default_rng(seed)
     mask = draw.uniform(size=count) < 0.7
     old = -draw.uniform(0.01, 4, count) * mask
@@ -82,8 +81,7 @@ CASES: dict[str, Tokens] = {
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 @pytest.mark.parametrize("tokens", CASES.values(), ids=CASES.keys())
 def test_against_numpy(tokens: Tokens, kl_coef: float) -> None:
-    """Contract: every metric is what its name says of its tokens, on the mask or off it; what is a mean over nothing is
-    left out; `loss` is the loss."""
+    """Contract: every metric is its name's of its tokens, on the mask or off; means over nothing are left out."""
     config = DefaultLoss(kl_coef=kl_coef)
     loss = make_loss(config)(torch.tensor(tokens["new"]), torch.tensor(tokens["entropy"]), stack(tokens))[0].item()
     values = {"loss/mean": loss} | expected(tokens, kl_coef)
@@ -117,8 +115,7 @@ def test_sums_add_up_over_packing_and_chunks() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 50.0, -500.0])
 def test_what_is_not_finite_stays_where_it_is(bad: float) -> None:
-    """Contract: a token whose numbers overflow or are none leaves the metrics finite: that something is wrong is the
-    loss's to say. Off the mask it changes none."""
+    """Contract: a token that overflows or is NaN leaves metrics finite (the loss shows it); off the mask, the same."""
     tokens = draw_tokens(0)
     for on_mask in (True, False):
         spoilt = {name: values.copy() for name, values in tokens.items()}

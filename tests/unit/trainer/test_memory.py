@@ -67,7 +67,7 @@ MEASURED = [
 
 
 def prototype_peak(shape: Shape, estimated: Estimate) -> float:
-    """The prototype's head multiplied its weight's gradient into another float32 tensor before it was rounded; ours does not."""
+    """Return the peak with the prototype's second float32 gradient of the head's weight, which ours does not have."""
     extra = {"the head's gradient": 4 * shape.vocabulary * shape.hidden}
     return max(sum(parts.values()) + extra.get(moment, 0) for moment, parts in estimated.moments.items())
 
@@ -82,8 +82,8 @@ def test_estimate_against_the_h200(name: str, thousands: int, how: str, gib: flo
 
 # ---- the choice
 
-# Model, thousands of tokens, GiB; levels in layers, head chunk, whether weights are freed, layers offloaded. The rows are
-# those of benchmarks/results/trainer_h200.json, suite `bars`, and the memory of an H100.
+# Model, thousands of tokens, GiB; levels in layers, head chunk, whether weights are freed, layers offloaded. The rows
+# are those of benchmarks/results/trainer_h200.json, suite `bars`, and the memory of an H100.
 CHOICES: list[tuple[str, int, float, dict[str, int], int, bool, int]] = [
     ("0.6B", 64, 138, {"none": 28}, 8192, False, 0),
     ("0.6B", 16, 15, {"attention": 23, "wide": 5}, 4096, True, 0),
@@ -107,7 +107,7 @@ def test_choice(
     offloaded: int,
     shapes: dict[str, Shape],
 ) -> None:
-    """No more is computed again than the memory asks for, the leaner level first. Layers offload where a layer computes long
+    """No more is recomputed than the memory asks for, the leaner level first. Layers offload where one computes long
     enough to hide it; none if it is forbidden or the host has no room."""
     shape, job = shapes[name], Job(thousands * 1024)
     settings, plain = (chosen(shape, gib, job.tokens, activation_offload=offloads) for offloads in (None, False))

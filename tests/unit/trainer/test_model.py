@@ -1,4 +1,4 @@
-"""The policy: what its head is read from, gradients of one rank, weights that are freed; what does not fit is refused in
+"""The policy: what its head is read from, gradients of one rank, freed weights; what does not fit is refused in
 one line. (`test_architectures.py`: packing changes nothing.)"""
 
 import shutil
@@ -44,8 +44,7 @@ def change_logits(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Te
 def test_a_scale_and_a_cap(
     tied_model: Path, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a forward of nobody's list does is read off it, both at once, to float32's accuracy; and nothing from
-    a plain one."""
+    """An unknown forward's scale and cap are read off it, to float32's accuracy; and nothing off a plain one."""
     assert make_policy(tied_model).head_form == PLAIN
     change_logits(monkeypatch, lambda logits: 30 * torch.tanh(logits.float() / 3.7 / 30))
     form = make_policy(tied_model).head_form
@@ -103,8 +102,7 @@ def test_backward_has_the_weights_that_it_reads(dense_model: Path, make_policy: 
 def test_gradients_of_a_single_rank_have_the_bits_of_torchs(
     dtype: str, each_model: Path, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Added up where they are, over two steps of two micro-batches, where weights stay gathered (no FSDP) and where
-    they are freed."""
+    """Added up where they are, over two steps of two micro-batches, with weights gathered (no FSDP) or freed."""
     groups = [support.random_documents((17, 30)), support.random_documents((25,))]
     ours = [make_policy(each_model, dtype=dtype, reshard_after_forward=reshard) for reshard in (False, True)]
     monkeypatch.setattr(FSDPModule, "set_custom_reduce_scatter", lambda unit, comm: None)
@@ -171,8 +169,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("name", BREAKAGES)
 def test_broken_model_directory(name: str, world: World, moe_model: Path, tmp_path: Path) -> None:
-    """Each way a model directory can be broken is one clear line. A path that is not there is not looked up on the
-    hub."""
+    """Each way a model directory can be broken is one clear line. A missing path is not looked up on the hub."""
     change, message = BREAKAGES[name]
     directory = Path(shutil.copytree(moe_model, tmp_path / "model"))
     change(directory)

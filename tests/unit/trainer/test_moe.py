@@ -26,10 +26,10 @@ from support.architectures import LENGTHS, build_reference, tiny_config
 CPU = torch.device("cpu")
 FAMILIES = (
     "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared",
-    "hunyuan_v1_moe", "lfm2_moe", "minimax_m2", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text",
-    "qwen3_moe", "qwen3_next",
+    "hunyuan_v1_moe", "lfm2_moe", "minimax_m2", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe",
+    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
 )  # fmt: skip
-"""Types with experts. (`test_architectures.py`: they are computed as transformers computes them, and so are their files.)"""
+"""Types with experts. (`test_architectures.py`: they, and their files, are as transformers computes them.)"""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -45,8 +45,7 @@ def test_correction_biases_stay_in_float32(
 
 @pytest.mark.parametrize("level", ["pointwise", "wide", "attention"])
 def test_experts_are_chosen_once(level: str, moe_model: Path, make_policy: Callable[..., Policy]) -> None:
-    """What a checkpointed block keeps lies in the order of its experts: backward takes their choice as it was, it never
-    makes it again."""
+    """What a checkpointed block keeps is in the order of its experts: backward takes their choice as it was."""
 
     class Choices(TorchDispatchMode):
         made = 0
@@ -76,8 +75,7 @@ def test_router_keeps_float32(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Where blocks compute in bfloat16, routers get float32, and their parameters are gathered in it, micro-batch after
-    micro-batch, and have gradients."""
+    """In bfloat16 blocks routers get float32, with float32 parameters that have gradients in every micro-batch."""
     build_reference(tiny_config(family), tmp_path)
     seen = []
     route = moe.route
@@ -165,8 +163,7 @@ def test_routers_that_cannot_be_replayed_are_refused(family: str, tmp_path: Path
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {"phimoe"}))
 def test_routers_of_a_family(family: str, tmp_path: Path) -> None:
-    """Contract: a router's choice is replaced, whatever its formula: with its own nothing changes, with another one the
-    experts get that."""
+    """Contract: a router's choice is replaced, whatever its formula: its own changes nothing, another is computed."""
     build_reference(tiny_config(family), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
     moe.set_up(model, family)

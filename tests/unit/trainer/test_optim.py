@@ -1,4 +1,4 @@
-"""Each optimizer's update against its formula, in double precision; what checkpoints restore; schedules and clipping."""
+"""Each optimizer's update against its formula, in float64; what checkpoints restore; schedules and clipping."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_a_checkpoint_restores_every_bit(
     config: OptimConfig, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps, then two by an optimizer that was given the checkpoint of the first, are the same bits as four on the
-    device, wherever the states lie; chunks end within parameters, and there are more of them than places on the device."""
+    device, wherever the states lie; chunks end within parameters, and outnumber the places on the device."""
     monkeypatch.setattr(optim, "CHUNK", 1024)
     plain = support.make_toy(48)
     whole = support.train(plain, build_optimizer(plain, config), range(4))
@@ -98,7 +98,7 @@ def test_muon(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_any_number_of_ranks_makes_the_same_updates(tmp_path: Path) -> None:
-    """Four steps on one rank, on two (states in host memory), on two replicas of two, and two on four ranks after two on two: the same parameters.
+    """Four steps on one rank, on two (states in host memory), on two replicas of two, and on four after two: the same.
 
     The shapes divide unevenly among the ranks, and some ranks have no rows at all.
     """
@@ -143,7 +143,7 @@ RISE = [4.5, 9.0, 9.0, 9.0]
     ],
 )
 def test_learning_rate(scheduler: SchedulerConfig, rates: list[float]) -> None:
-    """Rise to the peak without a first step of zero, stay, fall; the last step runs at min_lr, if there are steps to fall."""
+    """Rise to the peak without a first step of zero, stay, fall; the last step runs at min_lr if there is a fall."""
     got = [learning_rate(scheduler, 9.0, step, len(rates)) for step in range(len(rates))]
     assert got == pytest.approx(rates)
 

@@ -46,8 +46,8 @@ def test_plan(lengths: list[int], ranks: int, quadratic: float) -> None:
 
 @pytest.mark.parametrize("samples", [512, 4096])
 def test_micro_steps_are_balanced(samples: int) -> None:
-    """On lengths as RL has them, the ranks' micro-batches of one micro-step cost the same (they wait for the dearest), there are no more of
-    them than the tokens need, and what one of 16k has room for is filled."""
+    """On lengths as RL has them, the ranks' micro-batches of one micro-step cost the same (they wait for the dearest),
+    there are no more of them than the tokens need, and what one of 16k has room for is filled."""
     lengths = np.array(rollout_lengths(np.random.default_rng(0), samples))
     costs = Costs(1.0, 1e-4)  # about the ratio of a 0.6B model
     result = plan(lengths, 16_384, 8, costs)
@@ -63,7 +63,7 @@ def make(tokens: list[int], mask: list[bool], temperature: float = 1.0) -> Docum
 
 
 def test_collate() -> None:
-    """Positions restart, the loss index points at the predecessor of each trained token, streams are the trained token's own."""
+    """Positions restart, the loss index points at each trained token's predecessor, streams are the trained token's."""
     documents = [make([1, 2, 3], [True, False, True], 0.5), make([4, 5], [False, True])]
     batch = to_device(collate(documents, 1), CPU)
     assert batch.input_ids.tolist() == [1, 2, 3, 4, 5]
@@ -114,7 +114,7 @@ class Steps(StepSource):
 
 
 def test_steps_are_prepared_ahead(no_thread_is_left: None, world: World) -> None:
-    """While one step is trained the next one, and no more, is prepared, once. What goes wrong is raised where that step is
+    """While one step is trained the next one, and no more, is prepared, once. Errors are raised where that step is
     read, not before; preparing a step that is read is waited for with a bound."""
     made, second, go_on = [], threading.Event(), threading.Event()
 

@@ -49,7 +49,7 @@ def test_numbers_by_hand() -> None:
 
 
 def test_the_tolerance_is_that_of_the_computed_types() -> None:
-    """Contract: in float32 the logprob check's smallest; else what rounding does to this very model; quantized, 1 nat."""
+    """Contract: in float32 the logprob check's smallest; else this model's rounding; quantized, 1 nat."""
     assert judge(gaps(0, 0, 0), 0.0, "default") == (Difference(LEAST_MEAN, LEAST_LARGEST), [])
     bound, _ = judge(gaps(0, 0, 0.01), 0.0, "default")
     assert (bound.mean, bound.largest) == pytest.approx((ROUNDING_FACTOR * 0.01, FACTOR * 0.01))
@@ -71,7 +71,7 @@ def test_the_tolerance_is_that_of_the_computed_types() -> None:
     ],
 )
 def test_the_verdict(server: float, trainer: float, rounding: float, dropped: float, reasons: list[str]) -> None:
-    """Contract: what rounding explains is sound; what it does not, or the run's loss would drop, is not, with who is off."""
+    """Contract: what rounding explains is sound; other gaps, or any that the run's loss would drop, name who is off."""
     _, stated = judge(gaps(server, trainer, rounding), dropped, "grpo")
     assert len(stated) == len(reasons)
     assert all(reason in text for reason, text in zip(reasons, stated, strict=True))

@@ -1,5 +1,5 @@
-"""Before training a policy is compared with the model's own forward: right ones pass and stay as they are, wrong ones are
-refused."""
+"""Before training a policy is compared with the model's own forward: right ones pass and stay as they are, wrong ones
+are refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +29,7 @@ SETTINGS: list[dict[str, object]] = [
 def test_right_policies_pass_and_stay_as_they_are(
     settings: dict[str, object], each_model: Path, world: World, make_policy: Callable[..., Policy]
 ) -> None:
-    """Contract: however weights, blocks and dtype are set, the check compiles nothing and leaves no trace: the next
-    step's gradients are those of a policy that was not checked."""
+    """Contract: in every set-up the check compiles nothing, and the next step's gradients are those without it."""
     groups = [support.random_documents((17, 30)), support.random_documents((25,))]
     plain, policy = (make_policy(each_model, **settings) for _ in range(2))
     counters.clear()
@@ -71,7 +70,7 @@ def test_wrong_policies_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Contract: a document that sees the one before it, a scale that is left out, and what is not a number are refused in
+    """Contract: a document that sees the one before it, a missing scale, and what is not a number are refused in
     one line with the architecture and the difference, in either dtype."""
     build_reference(tiny_config("granite", logits_scaling=8.0), tmp_path)
     policy = make_policy(tmp_path, dtype=dtype)

@@ -53,8 +53,8 @@ def packs(streams: int, routers: Routers | None = None) -> list[list[MicroBatch]
 def test_experts_are_not_compiled_again(
     replays: bool, world: World, make_policy: Callable[..., Policy], tmp_path: Path
 ) -> None:
-    """Contract: neither the number of tokens, documents and loss tokens makes anything compile again, once two steps were
-    made, nor which experts are replayed. (Dense models: `test_warm_up`.)"""
+    """Contract: once two steps were made nothing compiles again, for no number of tokens, documents and loss tokens,
+    nor for the experts that are replayed. (Dense models: `test_warm_up`.)"""
     settings = {"dtype": "bfloat16", "activation_checkpointing": "attention"}
     policy = make_policy(make_tiny_model(tmp_path, experts=4), compile=True, **settings)
     torch._dynamo.reset()

@@ -1,5 +1,4 @@
-"""A trainer that dies at any commit point and recovers ends with the weights of one that never died; the rest of a
-trainer's incarnations, and file systems that fail."""
+"""A trainer that dies at any commit point ends with the weights of one that did not; and file systems that fail."""
 
 import errno
 import os
@@ -121,7 +120,7 @@ POINTS = [
     ],
 )
 def test_dies_and_recovers(point: str, save_async: bool, run: Run, undisturbed: Path, tmp_path: Path) -> None:
-    """Whatever it was committing, a trainer that died and recovers has the same weights, checkpoints and metrics as one that did not."""
+    """Whatever it was committing, a recovered trainer has an undisturbed one's weights, checkpoints and metrics."""
     settings: dict[str, Any] = {"ckpt": {"interval": 2, "save_async": save_async}}
     with dying_at(point):
         run(**settings)
@@ -212,7 +211,7 @@ def test_weights_that_checkpoints_need_stay(run: Run, tmp_path: Path) -> None:
 
 
 def test_nobody_waits_for_a_recovery_checkpoint(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: by the clock the first is made early; while one is written the loop goes on, and the next comes later."""
+    """Contract: by the clock the first is early; while one is written the loop goes on, and the next comes later."""
     steps, saved = 14, list[int]()
 
     def point(name: str, file: Path | None = None) -> None:
@@ -279,7 +278,7 @@ def test_who_is_refused_leaves_no_trace(
 
 
 def test_only_damaged_states_are_no_reason_to_start_over(run: Run, undisturbed: Path, tmp_path: Path) -> None:
-    """Where states were saved and none is whole, nothing is given up: the user is told which they are, and may move them away."""
+    """Where no saved state is whole, nothing is given up: the user is told which they are, and may move them away."""
     run(ckpt=None, max_steps=3)
     state = tmp_path / "recovery" / "step_3"
     damage(state)

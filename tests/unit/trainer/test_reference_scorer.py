@@ -1,4 +1,4 @@
-"""The trainer's reference for the logprob check: what it says of a version is what the version's files compute, and scoring it leaves no trace."""
+"""The trainer's reference for the logprob check: it is what a version's files compute; scoring leaves no trace."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,8 +49,8 @@ def check(directory: Path) -> None:
 def test_every_version_says_what_its_files_compute(
     which: str, dtype: str, run_training: Run, tied_model: Path, tmp_path: Path
 ) -> None:
-    """Contract: base, trained and resumed versions alike, also where they are rounded for the export: the prompt's log-probabilities are those
-    of the files, to float32's accuracy."""
+    """Contract: base, trained and resumed versions alike, also where they are rounded for the export: the prompt's
+    log-probabilities are those of the files, to float32's accuracy."""
     if which in ("granite", "phi"):  # a scale, a bias
         model = tmp_path / "model"
         build_reference(tiny_config(which, vocab_size=support.VOCABULARY, tie_word_embeddings=False), model)
@@ -73,8 +73,7 @@ def test_every_version_says_what_its_files_compute(
 def test_scoring_leaves_no_trace(
     experts: int, exported: torch.dtype, world: World, make_policy: Callable[..., Policy], tmp_path: Path
 ) -> None:
-    """Contract: between two steps it changes neither weights nor gradients, though weights may be rounded meanwhile; the next forward uses
-    nothing that was gathered of other weights."""
+    """Contract: between two steps it changes no weights or gradients, even rounded; the next forward gathers anew."""
     model = make_tiny_model(tmp_path / "model", experts=experts)
     documents = support.random_documents((20, 30), len(STREAMS))
     loss = make_loss(DefaultLoss())

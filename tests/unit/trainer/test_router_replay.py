@@ -1,5 +1,5 @@
-"""Router replay: the experts that an engine chose are those that the trainer computes with, token by token, from the engine's
-answer to the gradients."""
+"""Router replay: the experts that an engine chose are those that the trainer computes with, token by token, from the
+engine's answer to the gradients."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -40,7 +40,7 @@ LENGTHS = (17, 2, 40, 1, 9)
 
 @contextmanager
 def routed(model: Any, choose: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
-    """Have transformers' own model compute with the experts [T, K] that `choose` gives for a layer's probabilities [T, E]."""
+    """Run transformers' own model with the experts [T, K] that `choose` gives for a layer's probabilities [T, E]."""
 
     def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = hidden_states.reshape(-1, self.hidden_dim) @ self.weight.T
@@ -89,8 +89,8 @@ def gradients(policy: Policy, batches: list[MicroBatch]) -> dict[str, Tensor]:
 def test_other_experts_are_computed_with(
     level: str, reshard: bool, moe_model: Path, make_policy: Callable[..., Policy]
 ) -> None:
-    """Contract: log-probabilities and all gradients, the routers' among them, are transformers' own with the same experts; whatever
-    is packed, also for tokens without any; whatever a block computes again in backward. A batch without experts after one
+    """Contract: log-probabilities and all gradients, routers' too, are transformers' with the same experts; whatever
+    is packed, also for tokens without any; whatever is recomputed in backward. A batch without experts after one
     that has some is computed as before."""
     policy = make_policy(moe_model, activation_checkpointing=level, reshard_after_forward=reshard)
     assert set_up(policy.lm.model.layers, "m") == ROUTERS
@@ -131,7 +131,7 @@ def test_other_experts_are_computed_with(
 
 @pytest.mark.usefixtures("quick_compiler")
 def test_compiled(moe_model: Path, make_policy: Callable[..., Policy]) -> None:
-    """Contract: compiled, checkpointed blocks compute with the same experts as eager ones, up to roundings of bfloat16."""
+    """Contract: compiled, checkpointed blocks compute with the experts of eager ones, up to bfloat16 rounding."""
     settings = {"dtype": "bfloat16", "activation_checkpointing": "attention"}
     documents = [
         replace(each, experts=random_choice(number, each.input_ids.size))
@@ -181,7 +181,7 @@ def test_what_no_router_of_the_model_chose_is_refused(rows: np.ndarray, says: st
 
 @pytest.mark.parametrize(("count", "refused"), [(8, True), (9, False), (11, False)])
 def test_a_sample_without_the_experts_of_a_sampled_token_is_refused(count: int, refused: bool) -> None:
-    """Contract: nothing is trained through experts that the engine did not choose: it computed all that a sampled token follows."""
+    """Contract: nothing trains through experts that the engine did not choose: it computed all up to a sample."""
     sample, mask = support.make_sample(np.random.default_rng(0), "s", 12, 1.0), np.arange(12) == 9
     rows = np.tile(np.arange(LAYERS * K, dtype=np.uint8) % K, (count, 1))
     sample = replace(sample, loss_mask=mask, routed_experts=rows)
@@ -197,8 +197,8 @@ def test_layers_without_experts_are_left_out() -> None:
 
 
 def test_from_an_engine_to_the_trainer(moe_model: Path, make_policy: Callable[..., Policy], tmp_path: Path) -> None:
-    """Contract: log-probabilities of an engine whose routers choose other experts than the trainer's come out of the trainer,
-    over two turns and a branch, in one packed batch; without replay they do not. The engine: transformers, with noise in its
+    """Contract: log-probabilities of an engine whose routers choose other experts come out of the trainer, over
+    two turns and a branch, in one packed batch; without replay they do not. The engine: transformers, with noise in its
     choice, which a token keeps as long as it is cached."""
     model, draw, cache = theirs(moe_model), np.random.default_rng(0), dict[tuple[int, ...], np.ndarray]()
 
@@ -260,8 +260,7 @@ def test_from_an_engine_to_the_trainer(moe_model: Path, make_policy: Callable[..
 def test_a_run(
     moe_model: Path, tied_model: Path, tmp_path: Path, run_training: Callable[[TrainerConfig], None]
 ) -> None:
-    """Contract: `router_replay` trains otherwise than without, also where only some samples have experts. A model without
-    experts is refused."""
+    """Contract: `router_replay` changes training, even if few samples have experts. A dense model is refused."""
     batches = support.write_rollouts(tmp_path / "replayed", 1)
     norms = []
     for number, sample in enumerate(batches[0]):

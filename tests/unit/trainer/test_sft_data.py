@@ -40,8 +40,7 @@ def rows_of(lengths: list[int]) -> list[list[Tokens]]:
 @settings(deadline=None)
 @given(st.integers(2, 9), st.integers(0, 40), st.booleans())
 def test_order(rows: int, drawn: int, shuffle: bool) -> None:
-    """Every epoch is a permutation, without shuffling the order of the file; going on after `drawn` rows is the
-    undivided order from there."""
+    """Every epoch is a permutation (unshuffled: the file); going on after `drawn` rows gives the same order."""
     whole = list(itertools.islice(row_order(rows, 0, shuffle, 1), drawn + 2 * rows))
     assert sorted(whole[:rows]) == sorted(whole[rows : 2 * rows]) == list(range(rows))
     assert shuffle or whole[:rows] == list(range(rows))
@@ -51,8 +50,7 @@ def test_order(rows: int, drawn: int, shuffle: bool) -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(-12, 12).filter(bool), min_size=1, max_size=12), st.integers(1, 3), st.integers(1, 5))
 def test_steps_and_resume(lengths: list[int], rows: int, count: int) -> None:
-    """Steps take the usable rows in order, whole, and leave none out; a stream begun where another stands goes on with
-    the very next row."""
+    """Steps take the usable rows in order, whole, leaving none out; a stream begun mid-way goes on with the next."""
     usable = [n for n in lengths if 2 <= n <= 10]
     if not usable:
         return
@@ -69,8 +67,7 @@ def test_steps_and_resume(lengths: list[int], rows: int, count: int) -> None:
 
 
 def test_samples_of_a_row_stay_together() -> None:
-    """A step takes all samples of a row or leaves it to the next; a row that no step could hold is passed over, and
-    counted."""
+    """A step takes all samples of a row or leaves it to the next; a row too large for any step is counted."""
     rows = [[sample(6), sample(8)], [sample(3)], [sample(9), sample(9), sample(9)], [sample(2), sample(5)]]
     assert list(itertools.islice(steps(rows, 2), 3)) == [
         ([6, 8, 3], 3, {"too_long": 1}), ([2, 5], 1, {}), ([6, 8, 3], 3, {"too_long": 1})
@@ -121,8 +118,7 @@ def test_weights_of_a_step_sum_to_one(micro_batch_size: int, tied_model: Path, t
 
 
 def test_a_bad_row_is_named(tied_model: Path, tmp_path: Path, world: World) -> None:
-    """A malformed row is refused with its number: one of the first before the model is loaded, a later one where it is
-    read."""
+    """A malformed row is refused with its number: an early one before the model is loaded, a later one when read."""
     rows: list[dict[str, Any]] = [{"prompt": "a", "completion": "b"}] * 20
     for bad in (1, 19):
         rows[bad] = {"prompt": "a", "completion": 7}

@@ -82,8 +82,7 @@ def test_bad_files(content: str, message: str, tmp_path: Path) -> None:
 
 
 def test_other_local_mistakes(tmp_path: Path) -> None:
-    """A directory that is no saved dataset, a file of an unknown kind, and damaged parquet are named. What looks like a
-    path and is not there is not asked of the hub."""
+    """A directory or file of another kind, or damaged, is named. A missing path is not asked of the hub."""
     for name in ("./none", "/none/at/all", "~/none", "none.jsonl", "a/b/c"):
         assert refused(name) == f"dataset {name} does not exist"
     assert "cannot be read" in refused(str(tmp_path))

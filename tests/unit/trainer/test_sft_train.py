@@ -35,7 +35,7 @@ def make_config(
 
 
 def expected_first_step(model: Path, rows: list[dict[str, str]]) -> tuple[float, float]:
-    """Mean loss per trained token and gradient norm, in float64, one conversation at a time, with full logits and autograd."""
+    """Return mean loss per trained token and gradient norm in float64: by conversation, full logits, autograd."""
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     tokenizer = AutoTokenizer.from_pretrained(model)
     total, count = torch.zeros((), dtype=torch.float64), 0
@@ -50,7 +50,7 @@ def expected_first_step(model: Path, rows: list[dict[str, str]]) -> tuple[float,
 
 
 def test_first_step_values(run_training: Run, tied_model: Path, dataset: Path, tmp_path: Path) -> None:
-    """Loss and gradient norm equal an independent float64 computation, packed and averaged over the trained tokens of the step."""
+    """Loss and gradient norm equal a float64 computation, packed and averaged over the step's trained tokens."""
     run_training(make_config(tmp_path, tied_model, dataset, {"shuffle": False, "batch_size": 4}, max_steps=1))
     row = metrics(tmp_path, "sft")[0]
     loss, norm = expected_first_step(tied_model, ROWS[: int(row["data/samples"])])
@@ -64,7 +64,7 @@ def test_first_step_values(run_training: Run, tied_model: Path, dataset: Path, t
 def test_resume_is_bit_exact(
     save_async: bool, run_training: Run, tied_model: Path, dataset: Path, tmp_path: Path
 ) -> None:
-    """A run cut into two, over the end of an epoch, gives the weights and the losses of an undivided one; every checkpoint has its weights."""
+    """A run cut in two, over an epoch's end, gives an undivided one's weights and losses; checkpoints have weights."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     data = {"batch_size": 12}  # some 19 rows a step: the second epoch begins in step 2
     run_training(make_config(whole, tied_model, dataset, data, max_steps=4))

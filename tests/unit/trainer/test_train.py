@@ -56,8 +56,7 @@ def expected_first_step(model: Path, samples: list[Sample]) -> dict[str, float]:
 def test_first_step_values(
     run_training: Run, tied_model: Path, tmp_path: Path, heard: pytest.LogCaptureFixture
 ) -> None:
-    """Metrics of a step equal an independent float64 computation, packed and normalised by the global token count. A step
-    has one line."""
+    """Metrics of a step, in one line, equal an independent float64 computation, normalized by all tokens."""
     samples = support.write_rollouts(tmp_path, 3)[0]
     run_training(support.make_config(tmp_path, tied_model, max_steps=3))
     row = metrics(tmp_path)[0]
@@ -73,7 +72,7 @@ def test_first_step_values(
 
 @pytest.mark.parametrize("resume_step", [2, -1])
 def test_resume_is_bit_exact(resume_step: int, run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """Two steps, then two resumed ones, give the bytes of four at once: optimizer, schedule and progress are restored."""
+    """Two steps, then two resumed ones, give the bytes of four at once: optimizer, schedule and progress return."""
     extra: dict[str, Any] = {"scheduler": {"type": "constant", "warmup_steps": 2}, "weights": {"keep": None}}
     for name in ("whole", "parts"):
         support.write_rollouts(tmp_path / name, 4)
@@ -121,8 +120,7 @@ LONG = {"input_ids": [1] * 200, "loss_mask": [True] * 200, "logprobs": [-1.0] * 
 def test_samples_that_do_not_fit(
     changes: dict[str, Any], message: str, run_training: Run, tied_model: Path, tmp_path: Path
 ) -> None:
-    """Samples that this trainer cannot have produced are refused: no version comes of them; rows and versions of the steps
-    before are there."""
+    """Samples that this trainer cannot have produced are refused, with no version; earlier steps are kept."""
     support.write_rollouts(tmp_path, 1)
     write_one(tmp_path, 1, **changes)
     with pytest.raises(UserError, match=message):
@@ -133,7 +131,7 @@ def test_samples_that_do_not_fit(
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_diverged_step_is_not_committed(steps: int, run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """A gradient that is not finite stops the run before anything of its step is saved or served, though it is noticed one step late."""
+    """A gradient that is not finite stops the run before anything of its step is saved or served, even if seen late."""
     support.write_rollouts(tmp_path, 3)
     broken = tmp_path / "rollouts" / f"step_{steps - 1}"
     shutil.rmtree(broken)
@@ -148,8 +146,8 @@ def test_diverged_step_is_not_committed(steps: int, run_training: Run, tied_mode
 def test_rows_come_before_what_is_saved(
     run_training: Run, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a checkpoint is written, and while a batch is waited for, the rows of all steps until then are there, and the versions. A batch that never
-    comes ends in a line that says what was owed by whom."""
+    """When a checkpoint is written, and while a batch is awaited, all rows and versions until then are there. A batch
+    that never comes ends in a line that says what was owed by whom."""
     support.write_rollouts(tmp_path, 3)
     seen = {}
 
@@ -187,8 +185,8 @@ def test_bench(run_training: Run, tied_model: Path, tmp_path: Path, heard: pytes
 
 
 def test_each_transport_keeps_the_same_versions(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """Whatever carries them, the same weights are left; those of checkpoints and the last one are models by themselves; a resumed run goes on from them
-    when what was in memory is lost."""
+    """Whatever carries them, the same weights are left; checkpoints' and the last ones are models by themselves; a
+    resumed run goes on from them when what was in memory is lost."""
     memory = {"transport": "memory", "host": "127.0.0.1", "dtype": "bfloat16"}
     settings: dict[str, Any] = {"optim": {"lr": 1e-5}, "async_level": 1, "ckpt": {"interval": 3}}
     plain, run = tmp_path / "plain", tmp_path / "run"
@@ -211,7 +209,7 @@ def test_each_transport_keeps_the_same_versions(run_training: Run, tied_model: P
 def test_a_wrong_policy_is_refused(
     run_training: Run, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Contract: a policy that does not compute what the model's own forward does is refused before anything is committed."""
+    """Contract: a policy that differs from the model's own forward is refused before anything is committed."""
     boundaries = attention.boundaries
     monkeypatch.setattr(attention, "boundaries", lambda ends, longest: boundaries(ends[[0, -1]], int(ends[-1])))
     with pytest.raises(

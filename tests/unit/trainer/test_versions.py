@@ -1,5 +1,4 @@
-"""Versions of the weights: exactly what was trained, whole or absent, by every transport, whatever dies at whatever
-moment."""
+"""Versions of the weights: exactly what was trained, whole or absent, by every transport, whatever dies when."""
 
 import json
 import threading
@@ -63,8 +62,7 @@ def load(directory: Path) -> AutoModelForCausalLM:
 
 
 def test_a_killed_trainer_leaves_what_is_whole(tied_model: Path, tmp_path: Path) -> None:
-    """Contract: whatever a trainer is at when it dies, each version that stands is whole, and the next incarnation
-    cleans up and goes on."""
+    """Contract: whenever a trainer dies, each version that stands is whole, and the next incarnation cleans up."""
     arguments, env = ("killed", tied_model, tmp_path), {"PYTHONPATH": str(REPOSITORY / "tests")}
     with Command("killed", *arguments, log=tmp_path / "log", env=env, module="support.versions") as command:
         command.succeed(SECONDS)
@@ -161,8 +159,7 @@ def test_what_must_outlive_lies_in_the_run_directory(run: Run) -> None:
 
 
 def test_resume(run: Run) -> None:
-    """Contract: an incarnation that goes on from a version has it on the disk, whether it stands there, lies in memory,
-    or is gone; and what it gives up is gone."""
+    """Contract: an incarnation has its first version on disk, though it was in memory or gone; later ones are gone."""
     hashes = run.train(run.incarnation(), range(1, 5), durable=(2, 4))
     run.incarnation(2)
     assert list_steps(run.weights) == [0, 1, 2]
@@ -300,7 +297,7 @@ def four_versions(publisher: WeightPublisher) -> WeightPublisher:
 
 
 def test_the_next_version_does_not_wait(four_versions: WeightPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While old versions are being removed the next ones are committed; who waits for the removal hears that it is late."""
+    """While old versions are being removed the next are committed; who awaits the removal hears that it is late."""
     began, may_go_on = threading.Event(), threading.Event()
 
     def slow(directory: Path) -> None:

@@ -101,7 +101,7 @@ def test_damage_is_named_with_a_way_out(damage: Callable[[Path], object], says: 
 
 
 def test_keep_and_keep_interval(tmp_path: Path) -> None:
-    """The newest `keep` stay and those at a multiple of `keep_interval`; half-saved ones older than the newest complete one go."""
+    """The newest `keep` stay and those at a multiple of `keep_interval`; older half-saved ones go."""
     for step in (1, 2, 3, 4, 6):
         save(tmp_path, step)
     save(tmp_path, 5, TRAINER_ONLY, joined=False)
@@ -129,7 +129,7 @@ def test_what_is_superseded_or_foreign_is_not_deleted(root: Path) -> None:
 
 
 def test_clean_removes_ones_own_remains(root: Path) -> None:
-    """What a dead writer of the part left goes, its empty step directory with it; the other process may be at work still."""
+    """What a dead writer of the part left goes, its empty step directory, too; the other process may be at work."""
     for name in ("step_8/.trainer.tmp-1", "step_4/.trainer.tmp-2", "step_4/.orchestrator.tmp-3"):
         (root / name).mkdir(parents=True)
     (root / "step_6" / f".{MANIFEST}.tmp-5").write_text("{")

@@ -1,4 +1,4 @@
-"""The commit contract: what stands under a final name is complete, what is not ours is neither taken for ours nor touched."""
+"""The commit contract: what has a final name is complete; what is not ours is neither taken for ours nor touched."""
 
 import errno
 import json
@@ -45,8 +45,8 @@ def rewrite(directory: Path, **fields: object) -> None:
 
 
 def test_what_is_committed_is_all_or_nothing(tmp_path, directory, monkeypatch):
-    """It verifies and names its producer; an exception leaves nothing behind; a second commit of the name is refused and the first stays. Several
-    writers share a stage by its nonce, and one commits for all."""
+    """It verifies and names its producer; an exception leaves nothing behind; a second commit of a name is refused and
+    the first stays. Several writers share a stage by its nonce, and one commits for all."""
     manifest = verify(directory)
     assert (manifest.step, manifest.producer, manifest.extra) == (3, "test", {"a": 1})
     assert manifest.files["sub/data.txt"]["size"] == 5
@@ -142,7 +142,7 @@ def test_damage_is_found_and_named(directory, damage, message):
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b'{"step": 3}', None])
 def test_a_garbage_manifest_is_an_error_that_names_it(directory, content):
-    """Bytes, or a directory in its place; no manifest, or a file in the directory's place, is not a committed directory."""
+    """Bytes, or a directory in its place; no manifest, or a file as the directory, is not a committed directory."""
     (directory / MANIFEST).unlink()
     with pytest.raises(CommitError, match="step_3 is not a committed directory: it has no manifest"):
         read_manifest(directory)
@@ -157,8 +157,8 @@ def test_a_garbage_manifest_is_an_error_that_names_it(directory, content):
 
 
 def test_a_manifest_is_of_this_directory_and_of_this_format(tmp_path, directory):
-    """A newer format is told from damage even with unknown fields: the way out is another program. No file lies outside of the directory, and a
-    directory under another step's name, a copy or a rename by hand, is refused."""
+    """A newer format is told from damage even with unknown fields: the way out is another program. No file lies outside
+    the directory; a directory under another step's name, a copy or a rename by hand, is refused."""
     (tmp_path / "outside").write_text("hello")
     for name in ("../outside", "/etc/hostname", "a/../../outside"):
         rewrite(directory, files={name: {"size": 5, "xxh3": "0"}})

@@ -102,7 +102,7 @@ def test_a_version_that_is_superseded_is_refused_by_name(publisher: Publisher, b
 
 
 def test_another_runs_trainer_and_one_that_is_gone_are_named(publisher: Publisher) -> None:
-    """Contract: who does not know the token gets nothing, and it is written nowhere; of a connection that fails both addresses are named."""
+    """Contract: without the token one gets nothing; it is written nowhere; a failed connection names both addresses."""
     with pytest.raises(ExchangeError, match="does not know this token: another run's trainer"):
         receive(manifest(publisher, token="another"))
     assert publisher.address().token not in repr(manifest(publisher))
@@ -124,8 +124,8 @@ def test_another_runs_trainer_and_one_that_is_gone_are_named(publisher: Publishe
     ],
 )
 def test_strangers_disturb_nobody(words: bytes, publisher: Publisher, buffer: Tensor) -> None:
-    """Contract: neither what one says to the publisher nor that it hangs keeps a worker from its version. Where one answers in the publisher's place
-    silence ends at the deadline, anything else at once, each with an error of one line."""
+    """Contract: neither what one says to the publisher nor that it hangs keeps a worker from its version. Where one
+    answers in the publisher's place silence ends at the deadline, anything else at once, each with one error line."""
     with socket.create_connection(("127.0.0.1", publisher.address().port)) as stranger:
         stranger.sendall(words)
         assert torch.equal(receive(manifest(publisher)), buffer)
@@ -172,7 +172,7 @@ def test_a_version_is_not_withdrawn_from_who_reads_it(publisher: Publisher, buff
 
 
 def test_a_reader_that_hangs_is_cut_off(publisher: Publisher, held: Held) -> None:
-    """Contract: the trainer goes on after the deadline, the reader never takes what it has for a version, and the next one can be had."""
+    """Contract: the trainer goes on after the deadline, the reader takes no version, and the next one can be had."""
     with ThreadPoolExecutor(1) as threads:
         reading = threads.submit(receive, manifest(publisher))
         assert held.began.wait(30)
@@ -205,7 +205,8 @@ def test_a_changed_byte_changes_its_tensors_checksum_alone(sizes: list[int], dat
     for start, size in places.values():
         buffer[start : start + size] = torch.randint(0, 256, (size,), dtype=torch.uint8)
     before = checksums(buffer, places)
-    moved = checksums(torch.cat([torch.zeros(ALIGNMENT, dtype=torch.uint8), buffer]), {n: (s + ALIGNMENT, c) for n, (s, c) in places.items()})  # fmt: skip
+    shifted = {name: (start + ALIGNMENT, size) for name, (start, size) in places.items()}
+    moved = checksums(torch.cat([torch.zeros(ALIGNMENT, dtype=torch.uint8), buffer]), shifted)
     assert moved == before
     name = data.draw(st.sampled_from([*places]))
     start, size = places[name]

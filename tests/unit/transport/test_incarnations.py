@@ -21,7 +21,7 @@ def commit_version(root, version, incarnation):
 
 
 def test_incarnations_are_numbered_in_the_order_of_their_opening(tmp_path):
-    """A damaged file is an error: going on as if the newest incarnation were not there would serve superseded versions."""
+    """A damaged file is an error: to go on without the newest incarnation would serve superseded versions."""
     assert read_incarnations(tmp_path) == {}
     assert [open_incarnation(tmp_path, start) for start in (0, 4, 2)] == [0, 1, 2]
     assert read_incarnations(tmp_path) == {0: 0, 1: 4, 2: 2}

@@ -25,8 +25,8 @@ def orchestrator(root: Path, **given: object) -> OrchestratorConfig:
 
 def write_status(root: Path, claim: dict[str, object], **fields: object) -> Path:
     status = {
-        "process": "trainer", "pid": claim["pid"], "phase": "training", "step": 3, "since": 0.0, "heartbeat": time.time(),
-        "waiting": None, "outcome": None, "host": claim["host"], "started": claim["started"],
+        "process": "trainer", "pid": claim["pid"], "phase": "training", "step": 3, "since": 0.0,
+        "heartbeat": time.time(), "waiting": None, "outcome": None, "host": claim["host"], "started": claim["started"],
     }  # fmt: skip
     path = status_path(root, "trainer")
     path.parent.mkdir(exist_ok=True)
@@ -54,8 +54,7 @@ def test_a_living_partner_with_other_settings_is_refused(
 
 
 def test_a_partner_that_agrees_or_is_gone_is_no_obstacle(tmp_path: Path, partner: int) -> None:
-    """Shorter samples fit; no checkpoints of one's own are no contradiction; a dead, or ended, partner has no say, and a server one on its model
-    alone."""
+    """Shorter samples fit; missing own checkpoints too; a dead or ended partner has no say, a server on its model."""
     check_and_commit(TrainerConfig(output_dir=tmp_path, ckpt=CkptConfig()), "trainer")
     check_and_commit(InferenceConfig(output_dir=tmp_path, seed=5), "inference")
     for process in ("trainer", "inference"):
@@ -83,7 +82,7 @@ def test_a_partner_that_agrees_or_is_gone_is_no_obstacle(tmp_path: Path, partner
 def test_data_of_one_without_the_other_is_never_mixed(
     tmp_path: Path, first: Party, trainer: dict[str, object], other: dict[str, object], message: str | None
 ) -> None:
-    """Contract: what was trained on something else is never served as trained on the batches, though its maker is gone."""
+    """Contract: what was trained on something else is never served as trained on the batches, its maker gone or not."""
     second = orchestrator(tmp_path).model_copy(update=other)
     parties = {"trainer": TrainerConfig(output_dir=tmp_path, **trainer), "orchestrator": second}
     check_and_commit(parties.pop(first), first)

@@ -97,7 +97,7 @@ def test_version_zero_names_the_base_without_a_copy(tmp_path: Path) -> None:
 
 
 def test_what_is_not_a_version_that_this_release_wrote_is_one_clear_error(tmp_path: Path) -> None:
-    """Another release's is not taken for a damaged one, a rollout batch not for weights; a broken file of tensors is named."""
+    """Another release's version is not damaged, a rollout batch no weights; a broken file of tensors is named."""
     for version, changes in enumerate(({"hash_chunk": None}, {"tmpfs": {"directory": "/dev/shm"}}), start=1):
         with pytest.raises(CommitError, match="another release"):
             weights_manifest(publish(tmp_path / "weights", version, **changes))
