@@ -88,13 +88,12 @@ def release_flags(engine: Engine | None) -> dict[str, Any]:
 def why_no_choices(engine: Engine, *, prefix_caching: bool, pipeline: int) -> str | None:
     """Return why the installed vLLM cannot return the experts that it chose for each token, so that nobody is served wrong
     ones; None if it can. `pipeline`: groups of GPUs that share the layers."""
-    if engine == (EARLIER, engine.release, "cpu"):  # it would answer with zeros
+    on_cpu = engine.device == "cpu"
+    if on_cpu and engine.version == EARLIER:  # it would answer with zeros
         return f"vLLM {engine.release} for CPUs does not return the experts that it chose; 0.31 does, or a CUDA build"
-    if engine.device == "cpu":  # by `KeptChoices`
-        return None
     if pipeline > 1:
         return "vLLM does not return the experts that it chose where GPUs share the layers (pipeline_parallel_size)"
-    if engine.version == PINNED and not prefix_caching:
+    if engine.version == PINNED and not (prefix_caching or on_cpu):  # there by `KeptChoices`
         return f"vLLM {engine.release} returns the experts that it chose only with prefix caching, which is off"
     return None
 

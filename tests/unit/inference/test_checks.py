@@ -93,6 +93,7 @@ def test_the_device_and_the_routes_are_what_was_built_for(monkeypatch: pytest.Mo
             "vLLM 0.26.0 for CPUs does not .* 0.31 does, or a CUDA build",
         ),
         (CUDA, {"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        (CPU, {"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         (CUDA, {"deterministic": True}, "only with prefix caching"),
         (CUDA, {"vllm": {"enable_prefix_caching": False}}, "only with prefix caching"),
         (CUDA, {}, None),
