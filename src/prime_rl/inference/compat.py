@@ -242,14 +242,13 @@ class KeptChoices:
         self._step[layer] = chosen.short()
 
     def _keep(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        import torch
-
-        none, bounds = 0 * next(iter(self._step.values())), self._runner.query_start_loc.np
-        layers = range(self._runner.model_config.get_total_num_hidden_layers())
-        step = torch.stack([self._step.get(layer, none) for layer in layers], dim=1)
+        one, bounds = next(iter(self._step.values())), self._runner.query_start_loc.np
+        step = one.new_zeros(len(one), self._runner.model_config.get_total_num_hidden_layers(), one.shape[1])
+        for layer, chosen in self._step.items():
+            step[:, layer] = chosen
         for request, start, end in zip(self._runner.input_batch.req_ids, bounds, bounds[1:], strict=False):
             rows = self._rows.setdefault(request, [])
-            known = len(rows) - int(kwargs["positions"][start])  # of what is computed again after an update
+            known = len(rows) - int(kwargs["positions"].flatten()[start])  # of what is computed again after an update
             rows.extend(step[start + known : end] if known >= 0 else ())
         for request in list(self._rows)[:-MOST_KEPT]:
             del self._rows[request]

@@ -71,10 +71,9 @@ def score(config: ParityConfig, directory: Path) -> bool:
     if config.router_replay:
         pairs[OWN_CHOICE] = old, policy(to_device(batch, world.device))[0].cpu()
         routers, trained[:] = set_up(policy.lm.model.layers, source.name), []
-        for number, sample in enumerate(samples):
-            documents[number] = replace(
-                documents[number], experts=chosen_experts(_rows(sample[3]), routers, f"{number}")
-            )
+        for number, (*_, encoded) in enumerate(samples):  # as the server's route has them
+            rows = np.frombuffer(b64decode(encoded["data"]), encoded["dtype"]).reshape(encoded["shape"][0], -1)
+            documents[number] = replace(documents[number], experts=chosen_experts(rows, routers, f"{number}"))
         batch = collate(documents, len(STREAMS), pads_to(world.device), routers)
     new, entropy = (each.cpu() for each in policy(to_device(batch, world.device)))
     del policy
@@ -120,11 +119,6 @@ def _document(prompt: list[int], reply: list[int], logprobs: list[float]) -> Doc
     streams[STREAMS.index("logprobs"), len(prompt) :] = np.array(logprobs, dtype=np.float32)  # JSON's null is NaN
     streams[[STREAMS.index("mask"), STREAMS.index("rl_scale")]] = 1
     return Document(ids, np.arange(len(ids)) >= len(prompt), 1.0, streams)
-
-
-def _rows(encoded: dict[str, Any]) -> Any:
-    """The experts of a sample's tokens, [N, layers · K], as the server's route encodes them."""
-    return np.frombuffer(b64decode(encoded["data"]), encoded["dtype"]).reshape(encoded["shape"][0], -1)
 
 
 def dropped_share(config: Any, logprob: Tensor, entropy: Tensor, batch: MicroBatch) -> float:

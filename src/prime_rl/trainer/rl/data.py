@@ -180,9 +180,7 @@ def document(sample: Sample, reference: bool = False, routers: Routers | None = 
     if routers is not None and sample.routed_experts is not None:
         experts = chosen_experts(sample.routed_experts, routers, sample.sample_id)
         if (count := experts.shape[1]) < (last := int(mask.nonzero()[0].max(initial=0))):
-            raise UserError(
-                f"sample {sample.sample_id} has the experts of {count} of the {last} tokens that the engine computed"
-            )
+            raise UserError(f"sample {sample.sample_id} has the experts of {count} of {last} computed tokens")
     ids = np.asarray(sample.input_ids, dtype=np.int64)
     return Document(ids, trained, float(sample.temperature), streams, experts)
 
