@@ -44,12 +44,11 @@ class ConstantScheduler(Section):
 
 
 class LinearScheduler(Section):
-    """Warm-up, constant, then a decay, linear unless another shape is asked for, that ends at max_steps."""
+    """Warm-up, constant, then a linear decay that ends at max_steps."""
 
     type: Literal["linear"] = option("linear", "Kind of schedule.")
     warmup_steps: NonNegativeInt = option(10, "Steps over which the learning rate rises.")
     decay_steps: NonNegativeInt = option(10, "Last steps, over which it falls.")
-    shape: Literal["linear", "sqrt", "cosine"] = option("linear", "How it falls (sqrt: 1 - sqrt of the progress).")
     min_lr: NonNegativeFloat = option(0.0, "Learning rate at the end.")
 
 

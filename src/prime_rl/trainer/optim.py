@@ -410,7 +410,7 @@ def learning_rate(config: "SchedulerConfig", lr: float, step: int, max_steps: in
     Warm-up rises linearly and reaches `lr` at step `warmup_steps` - 1 (its first step is lr / warmup_steps, never zero).
     All but `constant` end: where they have steps to fall over, the last one, max_steps - 1, runs at `min_lr`, so that
     they need `max_steps` (the config checks it). The share of the way from `min_lr` to `lr`, as a function of the decay's
-    progress t in [0, 1]: 1 - t (linear), 1 - sqrt(t) (Hägele et al. 2024), or (1 + cos πt) / 2.
+    progress t in [0, 1]: 1 - t (linear) or (1 + cos πt) / 2 (cosine).
     """
     if step < config.warmup_steps:
         return lr * (step + 1) / config.warmup_steps
@@ -419,12 +419,7 @@ def learning_rate(config: "SchedulerConfig", lr: float, step: int, max_steps: in
     assert max_steps is not None
     decay_steps = max_steps - config.warmup_steps if config.type == "cosine" else config.decay_steps
     progress = min(max((step + 1 - (max_steps - decay_steps)) / max(decay_steps, 1), 0.0), 1.0)
-    shape = config.type if config.type == "cosine" else config.shape
-    weight = {
-        "linear": 1 - progress,
-        "sqrt": 1 - math.sqrt(progress),
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }[shape]
+    weight = 0.5 * (1 + math.cos(math.pi * progress)) if config.type == "cosine" else 1 - progress
     return config.min_lr + (lr - config.min_lr) * weight
 
 

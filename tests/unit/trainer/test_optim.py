@@ -136,8 +136,6 @@ RISE = [4.5, 9.0, 9.0, 9.0]
     [
         (ConstantScheduler(warmup_steps=4), [2.25, 4.5, 6.75, 9.0, 9.0, 9.0]),
         (LinearScheduler(**SETTINGS), [*RISE, 7.0, 5.0, 3.0, 1.0]),
-        (LinearScheduler(**SETTINGS, shape="sqrt"), [*RISE, 5.0, 9 - 8 * 0.5**0.5, 9 - 8 * 0.75**0.5, 1.0]),
-        (LinearScheduler(**SETTINGS, shape="cosine"), [*RISE, 5 + 8**0.5, 5.0, 5 - 8**0.5, 1.0]),
         (CosineScheduler(warmup_steps=1, min_lr=1.0), [9.0, 5 + 8**0.5, 5.0, 5 - 8**0.5, 1.0]),
         (LinearScheduler(warmup_steps=0, decay_steps=0, min_lr=0.5), [9.0, 9.0, 9.0]),
     ],
