@@ -99,9 +99,12 @@ def measure_shape(shape: str, directory: Path, arguments: list[str]) -> dict[str
     result = compare(
         directory / name, directory / f"of {shape}", [*arguments, *(["--router-replay"] if replay else [])]
     )
-    samples = json.loads((directory / f"of {shape}" / "parity" / "samples.json").read_text())
-    logprobs = [logprob for each in samples for logprob in each[2]]
-    return {"model": model, "layers": layers or None, "mean_logprob": sum(logprobs) / len(logprobs), **result}
+    row = {"model": model, "layers": layers or None, **result}
+    if "gaps" in result:
+        samples = json.loads((directory / f"of {shape}" / "parity" / "samples.json").read_text())
+        logprobs = [logprob for each in samples for logprob in each[2]]
+        row["mean_logprob"] = sum(logprobs) / len(logprobs)
+    return row
 
 
 def shape_path(name: str, directory: Path) -> Path:
