@@ -12,10 +12,10 @@ import base64
 import itertools
 import random
 import zlib
-from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import xxhash
 
 from prime_rl.errors import UserError
@@ -37,10 +37,9 @@ class Pools:
         self._weights = (1.0, config.easy_weight, 1.0, config.hard_weight)
         self._order = list(tasks)
         random.Random(f"{seed}/0").shuffle(self._order)
-        self._place = {task.index: place for place, task in enumerate(self._order)}
-        self._codes = bytearray(max(self._place, default=-1) + 1)  # the pool of each task, by the task's index
-        # Places in that order, ascending: a draw depends on which tasks a pool holds, not on how they came there.
-        self._pools: list[list[int]] = [list(range(len(tasks))), [], [], []]
+        self._by_index = {task.index: task for task in tasks}
+        self._indices = np.array([task.index for task in self._order], dtype=np.int64)
+        self._codes = np.zeros(max(self._by_index, default=-1) + 1, np.uint8)  # the pool of each task, by its index
         self._drawn = 0
         self._turn = 0  # position where the search for the next new task starts
 
@@ -48,36 +47,34 @@ class Pools:
         """The next task."""
         rng = random.Random(f"{self._seed}/draw/{self._drawn}")
         self._drawn += 1
-        weights = [len(pool) * weight for pool, weight in zip(self._pools, self._weights, strict=True)]
-        (code,) = rng.choices(range(len(weights)), weights)
-        pool = self._pools[code]
+        codes = self._codes[self._indices]
+        weights = np.bincount(codes, minlength=len(_NAMES)) * self._weights
+        (code,) = rng.choices(range(len(_NAMES)), weights.tolist())
+        pool = np.flatnonzero(codes == code)  # ascending places: how the tasks came there does not count
         if code != NEW:
-            return self._order[rng.choice(pool)]
-        place = pool[bisect_left(pool, self._turn) % len(pool)]
+            return self._order[pool[rng.randrange(len(pool))]]
+        place = int(pool[np.searchsorted(pool, self._turn) % len(pool)])
         self._turn = place + 1  # past it, so that what is in flight comes again after all other new ones
         return self._order[place]
 
     def observe(self, index: int, reward: float) -> None:
         """Move task `index` to the pool for `reward`, the mean of one of its groups. Unknown tasks are ignored."""
-        if index not in self._place:
-            return
-        place, before = self._place[index], self._pools[self._codes[index]]
-        del before[bisect_left(before, place)]
-        code = EASY if reward >= self._config.easy else HARD if reward <= self._config.hard else NORMAL
-        self._codes[index] = code
-        insort(self._pools[code], place)
+        if index in self._by_index:
+            easy, hard = reward >= self._config.easy, reward <= self._config.hard
+            self._codes[index] = EASY if easy else HARD if hard else NORMAL
 
     def task(self, index: int) -> Task | None:
         """The task of that index, if it is one of these."""
-        return self._order[self._place[index]] if index in self._place else None
+        return self._by_index.get(index)
 
     def shares(self) -> dict[str, float]:
         """Return the share of the tasks in each pool."""
-        return {name: len(pool) / len(self._order) for name, pool in zip(_NAMES, self._pools, strict=True)}
+        codes = self._codes[self._indices]
+        return {name: float(np.mean(codes == code)) for code, name in enumerate(_NAMES)}
 
     def state(self) -> dict[str, Any]:
         """Save as plain data, for `load`. Compressed, a task takes some two bits."""
-        codes = base64.b64encode(zlib.compress(self._codes)).decode()
+        codes = base64.b64encode(zlib.compress(self._codes.tobytes())).decode()
         return {"drawn": self._drawn, "turn": self._turn, "codes": codes}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -92,10 +89,8 @@ class Pools:
         except (KeyError, TypeError, ValueError, zlib.error) as error:
             unknown = f"the difficulty pools are kept in a way that this version does not know ({error!r})"
             raise UserError(f"{unknown}: resume with the version that wrote them") from error
-        self._codes = bytearray(codes[: len(self._codes)].ljust(len(self._codes), b"\0"))
-        self._pools = [[], [], [], []]
-        for place, task in enumerate(self._order):
-            self._pools[self._codes[task.index]].append(place)
+        size = len(self._codes)
+        self._codes = np.frombuffer(codes[:size].ljust(size, b"\0"), np.uint8).copy()
 
 
 def task_stream(
