@@ -1,4 +1,4 @@
-"""Every type of causal language model that transformers knows, tiny and random: does the trainer compute it exactly, or refuse it?
+"""Every type of causal language model in transformers, tiny and random: does the trainer compute it exactly, or refuse?
 
     python scripts/check_models.py                     # all, two at a time (some minutes), and what is wrong
     python scripts/check_models.py --only 'qwen*'
@@ -237,7 +237,7 @@ def line(row: Row) -> str:
 
 
 def table(held: dict[str, Any]) -> str:
-    """The rows as Markdown: families that are tested one by one, then all other types that are trained, then the rest."""
+    """Return the rows as Markdown: families that are tested one by one, other trained types, then the rest."""
     rows = {row["type"]: row for row in held["rows"]}
     machine, packages = held["machine"], held["machine"]["packages"]
     counts = ", ".join(f"{sum(row['verdict'] == each for row in rows.values())} {each}" for each in VERDICTS)

@@ -27,8 +27,7 @@ def is_secret(name: str, value: object = "") -> bool:
 
 
 def passed_on(own: Mapping[str, str], promised: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables of `own` that a worker gets, and the names of those withheld from it:
-    secrets that are not `promised`."""
+    """Return the variables of `own` that a worker gets, and the names of the withheld: secrets not `promised`."""
     withheld = sorted(name for name, value in own.items() if is_secret(name, value) and name not in promised)
     return {name: value for name, value in own.items() if name not in withheld}, withheld
 

@@ -62,8 +62,7 @@ class FirstTasks(list[TaskInfo]):
 
 @dataclass
 class RoutedExperts:
-    """The experts that the engine chose for each of N tokens, beginning with token `start`: `rows` [N, layers, k] of
-    little-endian ids, 1 byte each, or 2."""
+    """The engine's experts for N tokens from token `start`: `rows` [N, layers, k] little-endian ids of 1 or 2 bytes."""
 
     rows: bytes
     layers: int  # all of the model's: those without experts have zeros

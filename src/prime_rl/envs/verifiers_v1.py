@@ -67,8 +67,7 @@ runtimes.SubprocessRuntime = ToolRuntime
 
 
 class VerifiersEnv:
-    """`async with VerifiersEnv(setup) as env: await env.run(…)`. Constructing it loads everything and may raise
-    LoadError."""
+    """`async with VerifiersEnv(setup) as env: await env.run(…)`. Constructing it loads everything; raises LoadError."""
 
     def __init__(self, setup: Setup) -> None:
         setup = replace(setup, env_id=_import(setup.env_id))

@@ -221,8 +221,7 @@ class Evaluation:
         return results
 
     def check(self) -> None:
-        """Raise UserError where the numbers cannot be relied on, or a version that was asked for was not evaluated: one
-        that was named, or all of them but the base."""
+        """Raise UserError for unreliable numbers, and if a named version, or all but the base, were not evaluated."""
         config, evaluated = self._config, {results.version for results in self.results}
         skipped = {v: why for v, why in sorted(self.skipped.items()) if v not in evaluated}
         needed = config.steps or not evaluated - {BASE}

@@ -107,8 +107,7 @@ class EvalRunner:
                 raise KeyRejected(result.message)
 
     async def _attempt(self, results: EvalResults, index: int, number: int) -> EpisodeResult | None:
-        """Make one attempt; None where it counts for nothing. Its seed follows from what it is, not from what ran
-        before."""
+        """Make one attempt; None where it counts for nothing. Its seed follows from what it is, not what ran before."""
         plan, version = results.plan, results.version
         seed = request_seed(self.seed, f"eval/{plan.env}/{version}/{index}", number)
         sampling = wire_sampling(plan.sampling, seed, 0 if plan.chat else plan.seq_len)

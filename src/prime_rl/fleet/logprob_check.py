@@ -58,8 +58,7 @@ Score = tuple[Sequence[float], Sequence[float]]  # of one engine: the trainer's 
 
 
 async def score(client: InferenceClient, reference: LogprobReference, engines: int) -> tuple[list[Score], Difference]:
-    """Score the prompt on each data-parallel engine behind a server. Return the scores and the largest differences.
-    Raises as `InferenceClient.score`."""
+    """Score the prompt on each data-parallel engine; return scores and largest differences. Raises as its `score`."""
     numbers: Sequence[int | None] = range(engines) if engines > 1 else [None]
     scores: list[Score] = [(reference.logprobs, await client.score(reference.tokens, number)) for number in numbers]
     differences = [compare(server, trainer) for trainer, server in scores]

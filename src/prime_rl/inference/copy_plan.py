@@ -1,7 +1,7 @@
 """The copies that load staged tensors into a model: recorded with one version, tried with the next, then replayed.
 
-vLLM's `load_weights` runs Python for every tensor, 40 ms for the 310 of Qwen3-0.6B, while generation is paused. Where it
-only copies slices of the staged tensors into parameters, the same copies load every version of this layout.
+vLLM's `load_weights` runs Python for every tensor, 40 ms for the 310 of Qwen3-0.6B, while generation is paused. Where
+it only copies slices of the staged tensors into parameters, the same copies load every version of this layout.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ _CONSTANT = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}  # paddi
 
 
 class CopyPlan(TorchDispatchMode):
-    """Loads a version through the model's `load_weights` when it is made, and later ones by `load` while `matches`. It is
+    """Loads a version through the model's `load_weights` when made, and later ones by `load` while `matches`. It is
     `exact` if the loaders only copy, as far as is known; otherwise `load` calls them for every version."""
 
     def __init__(self, model: Any, tensors: Staged) -> None:
@@ -42,7 +42,7 @@ class CopyPlan(TorchDispatchMode):
         return model is self._model and self._layout == _layout(tensors) and self._addresses == _addresses(model)
 
     def load(self, tensors: Staged) -> None:
-        """Load another version. The first time the loaders run after the copies: if they change anything, `exact` ends."""
+        """Load another version. The first time the loaders run after the copies: any change they make ends `exact`."""
         replayed = None
         if self.exact:
             self._replay(tensors)
@@ -64,7 +64,7 @@ class CopyPlan(TorchDispatchMode):
             torch._foreach_copy_(targets, sources)
 
     def _sums(self) -> list[int]:
-        """Position-sensitive checksums of every parameter and buffer, of `SUM_ELEMENTS` at a time to bound the memory."""
+        """Return position-sensitive checksums of all parameters and buffers, by `SUM_ELEMENTS` to bound the memory."""
         sums = []
         for tensor in chain(self._model.parameters(), self._model.buffers()):
             bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.itemsize])

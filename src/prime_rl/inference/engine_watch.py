@@ -1,4 +1,4 @@
-"""Check every few seconds that the engine answers, through its own queue, which a halted or stuck engine does not serve.
+"""Check every few seconds that the engine answers, through its own queue, which a stuck engine does not serve.
 
 vLLM's health route notices only engines that have ended. Here each answer is progress of the `inference` status, so
 that a halted engine shows as a stall; and a dead engine ends this process with an error, where vLLM alone would stop

@@ -13,8 +13,8 @@ WEIGHT_ROUTES = ("/update_weights", "/reload_weights", "/weights", "/leave", "/p
 
 OPEN = ("/health", "/ping")  # for launchers and load balancers, which have no key
 SERVED = {
-    *OPEN, *WEIGHT_ROUTES, "/metrics", "/version", "/load", "/tokenize", "/detokenize", "/tokenizer_info", "/invocations", "/generative_scoring",
-    "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json",
+    *OPEN, *WEIGHT_ROUTES, "/metrics", "/version", "/load", "/tokenize", "/detokenize", "/tokenizer_info",
+    "/invocations", "/generative_scoring", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json",
 }  # fmt: skip
 SERVED_BELOW = ("/v1/", "/inference/v1/", "/static/")
 # They load adapters by a path that the request names. vLLM's other administrative routes are not served anyway.

@@ -1,15 +1,15 @@
 """Our routes, as a vLLM endpoint plugin: vLLM's own server loads it in the process that answers HTTP.
 
-    POST /update_weights {"weight_dir", "version"} -> {"version", "hash", "seconds", "place"}, POST /reload_weights likewise
+    POST /update_weights {"weight_dir", "version"} -> {"version", "hash", "seconds", "place"}; POST /reload_weights too
     GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "loads", "engines", "leaving"}
     POST /pause -> {"paused"}, POST /resume likewise: requests in flight are kept; an update pauses by itself
-    POST /leave -> {"leaving"}: orchestrators are to give this server no new episodes, and let it go once those in flight have ended
+    POST /leave -> {"leaving"}: orchestrators give this server no new episodes, and let it go once those in flight ended
     POST /v1/generate, an alias of /inference/v1/generate
     POST /v1/sample {"token_ids", "sampling_params", "cache_salt", "model"} -> vLLM's answer of /inference/v1/generate
 
 Errors: `{"error": {"message", "code"}}`. A 4xx means that nothing changed. `middleware` asks for the API key.
 
-Rollouts are sampled by /v1/sample: tokens in, tokens out, and no more than that. vLLM's own token route can do more, and
+Rollouts are sampled by /v1/sample: tokens in, tokens out, and no more. vLLM's own token route can do more, and
 pays for it with every token (0.26 makes an output for each of them, both releases detokenize and build two objects a
 log-probability). Here one output is made, when the last token is there; no text is made, unless stop strings need it;
 and the answer holds the sampled ids and their log-probabilities under the distribution that was sampled from; where
@@ -50,8 +50,8 @@ TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE = "/inference/v1/generate", "/v1/generate
 FOLLOW_SECONDS = 60.0
 STOP_SECONDS = 20.0  # from a signal to the end, at most; vLLM's own time for requests in flight comes on top
 _SAMPLING_PARAMETERS = {
-    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words"),
+    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids"),
+    *("ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words"),
     *("logprobs", "skip_special_tokens", "detokenize", "routed_experts_prompt_start"),
 }  # fmt: skip
 
@@ -125,7 +125,7 @@ async def resume(service: Service) -> dict[str, Any]:
 
 @router.post("/leave")
 async def leave(request: Request) -> dict[str, Any]:
-    """Ask for no new episodes. Requests are answered on; only a restart takes it back, as clients may have removed the server already."""
+    """Ask for no new episodes. Requests are still answered; only a restart takes it back: clients may be gone."""
     state = request.app.state
     if not state.prime_leaving:
         logger.info("asked to leave: no new episodes are wanted; requests are answered until this server is stopped")
@@ -134,7 +134,7 @@ async def leave(request: Request) -> dict[str, Any]:
 
 
 async def sample(body: SampleBody, raw_request: Request) -> Response:
-    """Sample one reply. Rejected (400, 404) for what this route does not do, 500 when the engine fails; vLLM's own handler
+    """Sample one reply. Rejected (400, 404) for what this route does not do, 500 when the engine fails; vLLM's handler
     makes 400 of its ValueError for a prompt that it does not take."""
     from vllm.inputs import tokens_input
 
@@ -188,8 +188,8 @@ def sampling_params(requested: dict[str, Any], prompt: int, most: int) -> Any:
 
 
 def sample_answer(prompt: Sequence[int], output: Any, first: int | None = None) -> bytes:
-    """The JSON of vLLM's token route for one finished output with flat log-probabilities; without what a rollout does not
-    read. Rejected (500) if the log-probabilities are not those of the sampled tokens, or as `routed_experts`.
+    """Return the JSON of vLLM's token route for a finished output with flat log-probabilities, as far as rollouts read
+    it. Rejected (500) if the log-probabilities are not those of the sampled tokens, or as `routed_experts`.
 
     `first`: the token from which on the answer has the experts (None: without).
     """
@@ -197,8 +197,8 @@ def sample_answer(prompt: Sequence[int], output: Any, first: int | None = None) 
     if logprobs is None or list(logprobs.token_ids) != ids:
         raise Rejected(500, "the engine gave log-probabilities of other tokens than it sampled")
     pairs = zip(ids, logprobs.logprobs, strict=True)
-    content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
-    choice = {"index": 0, "finish_reason": output.finish_reason or "stop", "token_ids": ids, "logprobs": {"content": content}}  # fmt: skip
+    content = {"content": [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]}
+    choice = {"index": 0, "finish_reason": output.finish_reason or "stop", "token_ids": ids, "logprobs": content}
     if first is not None:
         choice["routed_experts"] = routed_experts(output.routed_experts, first, len(prompt) + len(ids) - 1)
     lengths = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
@@ -206,8 +206,8 @@ def sample_answer(prompt: Sequence[int], output: Any, first: int | None = None) 
 
 
 def routed_experts(choices: Any, first: int, end: int) -> dict[str, Any]:
-    """The experts of tokens [first, end), as verifiers and renderers read them: rows of layers × k ids in base64. The last
-    sampled token was not computed, and has none.
+    """Return the experts of tokens [first, end) as verifiers and renderers read them: rows of layers × k ids in base64.
+    The last sampled token was not computed, and has none.
 
     Rejected (409) by a server that does not return them, (422) if they cannot be true.
     """
@@ -249,7 +249,7 @@ class PrimeRoutes:
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         app, keys = self._app, [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
-        # Outermost: vLLM has added its middleware by now, and what it hosts may have built the stack, which `add_middleware` would refuse to change.
+        # Outermost: vLLM has added its middleware, and a host may have built the stack, which ends `add_middleware`.
         app.middleware_stack = middleware.Guard(app.middleware_stack or app.build_middleware_stack(), keys)
         state.prime_models = args.served_model_name or [args.model]
         config = self._config
@@ -281,7 +281,7 @@ class PrimeRoutes:
         loop = asyncio.get_running_loop()
 
         def end_soon() -> None:
-            """From a signal's handler. The process ends in time whatever hangs, and then says where; waiting requests do not hold it up."""
+            """End the process in time after a signal, and say where if it hangs; waiting requests do not hold it up."""
             seconds = STOP_SECONDS + args.shutdown_timeout
             faulthandler.dump_traceback_later(seconds, exit=True, file=2)
             loop.call_soon_threadsafe(service.stop)

@@ -1,4 +1,4 @@
-"""Start vLLM's OpenAI server in this process, with our routes, from our config as vLLM's command line and environment."""
+"""Start vLLM's OpenAI server in this process, with our routes; our config becomes its command line and environment."""
 
 import ipaddress
 import json
@@ -46,9 +46,10 @@ _REJECTED_UNLESS_OFF = {
     "enable_eplb": "it moves experts between GPUs, and vLLM's reload would put new ones where they were at first",
     # They have to be paused together and know nothing of each other's servers.
     **dict.fromkeys(
-        ("data_parallel_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb", "data_parallel_multi_port_external_lb"),
-        "replicas at addresses of their own are started as servers of their own, which client.base_url lists; experts that "
-        "are spread over nodes have one address, with data_parallel_size and headless nodes",
+        ("data_parallel_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb",
+         "data_parallel_multi_port_external_lb"),
+        "replicas at addresses of their own are started as servers of their own, which client.base_url lists; experts "
+        "that are spread over nodes have one address, with data_parallel_size and headless nodes",
     ),
 }  # fmt: skip
 _REJECTED_ON_CPU = {
@@ -57,8 +58,7 @@ _REJECTED_ON_CPU = {
 
 
 def plugin_config() -> InferenceConfig | None:
-    """Return the config of the server that this process is, or belongs to; None if there is none. It comes in an
-    environment variable, since vLLM makes our plugin."""
+    """Return the config of this process's server, or None: by an environment variable, since vLLM makes our plugin."""
     return InferenceConfig.model_validate_json(os.environ[_CONFIG]) if _CONFIG in os.environ else None
 
 
@@ -111,8 +111,7 @@ def run(config: InferenceConfig) -> None:
 
 
 def dry_run(config: InferenceConfig) -> None:
-    """Print what would be started and write the resolved config; nothing else is touched. Options of vLLM's own are shown
-    to its parser. Raises as `run`."""
+    """Only print what would be started and write the resolved config; vLLM's parser sees `[vllm]`. Raises as `run`."""
     engine = compat.installed_engine()
     argv = arguments(config, engine)
     if config.vllm and engine is not None:
@@ -130,7 +129,7 @@ def dry_run(config: InferenceConfig) -> None:
 def guarded_host(config: InferenceConfig) -> str:
     """Return the address to listen on: loopback unless a host is set or a key guards the server.
 
-    Raises UserError if other hosts would reach a server without a key: who reaches the weight routes decides what is served.
+    Raises UserError if other hosts would reach a server without a key: weight routes decide what is served.
     """
     key = config.api_key or os.environ.get("VLLM_API_KEY")
     host = config.server.host or (ALL_ADDRESSES if key else LOOPBACK)
@@ -141,8 +140,8 @@ def guarded_host(config: InferenceConfig) -> str:
     if config.headless or key or loopback:
         return host
     raise UserError(
-        f"server.host {host} would open the weight routes to every host that reaches it: set a key (VLLM_API_KEY, which clients need "
-        "too), or leave server.host out to listen on loopback"
+        f"server.host {host} would open the weight routes to every host that reaches it: set a key (VLLM_API_KEY, "
+        "which clients need too), or leave server.host out to listen on loopback"
     )
 
 
@@ -221,7 +220,7 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
 
 
 def to_argv(flags: dict[str, Any]) -> list[str]:
-    """`{"a_b": 1}` as `["--a-b", "1"]`: booleans as switches, lists as repeated values, dicts as JSON, None left out."""
+    """Convert `{"a_b": 1}` to `["--a-b", "1"]`: booleans to switches, lists to repetitions, dicts to JSON, no None."""
     argv: list[str] = []
     for name, value in flags.items():
         flag = name.replace("_", "-")
@@ -247,7 +246,7 @@ def environment(config: InferenceConfig, engine: compat.Engine | None) -> dict[s
     if on_cpu(config, engine):
         values["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(config.kv_cache_gib or 1))
         if config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size == 1:
-            # The worker lives in the engine's process, which halves the start; its threads must then be few, or they starve
+            # The worker lives in the engine's process, which halves the start; its threads must be few, or they starve
             # each other (7 tokens/s instead of 600 on two cores).
             values |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
         if config.enforce_eager is not False:

@@ -63,7 +63,7 @@ class WeightService:
         root: Where versions may lie (None: anywhere).
         tied: The model's output head shares the embedding: a checkpoint may or may not hold it.
         status: Shows a change under way, during which the engine does not answer, with its deadline.
-        on_device: The workers may stage new weights in the GPU's memory, else in the host's, as `servers_on_host` engines
+        on_device: Workers may stage new weights in the GPU's memory, else in the host's, as `servers_on_host` engines
             do at the same time.
     """
 
@@ -89,7 +89,7 @@ class WeightService:
     async def served(self) -> dict[str, Any]:
         """Ask every worker what it serves. Rejected (5xx) if the engine does not answer or its ranks disagree.
 
-        Returns `version`, its `hash` and `weight_dir` (None for the weights it started with), `base`, `boot`, which names
+        Returns `version`, its `hash` and `weight_dir` (None for the weights it started with), `base`, `boot`, naming
         the incarnation of the server, and `loads` in it: with equal ones nothing else was served in between.
         """
         if self._broken is not None:
@@ -104,9 +104,9 @@ class WeightService:
         return {**identity, "base": str(self._base), "boot": self._boot, "loads": self._loads}
 
     async def update(self, weight_dir: str, version: int) -> WeightUpdate:
-        """Serve the committed directory `weight_dir`, which must hold `version`; requests in flight go on with it. Rejected:
-        with a 4xx the old weights serve on. After a 5xx `served` says what is served, if anything: a load failed half-way,
-        or the engine did not resume."""
+        """Serve the committed directory `weight_dir`, which must hold `version`; requests in flight continue. Rejected:
+        with a 4xx the old weights serve on. After a 5xx `served` says what is served, if anything: a load failed
+        half-way, or the engine did not resume."""
         return await self._change(lambda change: self._update(weight_dir, version, change))
 
     async def reload(self) -> WeightUpdate:
@@ -119,7 +119,7 @@ class WeightService:
         return change
 
     async def pause(self, paused: bool) -> None:
-        """Stop generating, keeping the requests in flight, or resume. An update is possible meanwhile and does not resume."""
+        """Stop generating, keeping requests in flight, or resume. An update is possible then and does not resume."""
 
         async def action() -> None:
             if self._broken is not None:
@@ -183,7 +183,7 @@ class WeightService:
                 since = time.perf_counter()
                 args = str(directory), manifest.hash, *self._stage_options
                 answers = progress = await self._engine.collective_rpc("prime_stage", args=args)
-                # Each call costs the engine a step, since it cannot schedule ahead: none is made before it may be ready.
+                # Each call costs the engine a step, since it cannot schedule ahead: none before it may be ready.
                 expected = FIRST_STAGING_SECONDS if self._least_staging is None else self._least_staging
                 pause = max(min(1.25 * expected, expected + FIRST_STAGING_SECONDS), POLL_SECONDS)
                 while "reading" in (states := {answer["state"] for answer in answers}) and "failed" not in states:
@@ -208,7 +208,7 @@ class WeightService:
             logger.info("no memory to keep a second copy of the weights: they are read while generation is paused")
 
     async def _swap(self, directory: Path, identity: dict[str, Any], change: WeightUpdate) -> None:
-        """Pause, load on every rank, resume. After a load that failed on a rank the engine stays paused, with its requests,
+        """Pause, load on every rank, resume. After a failed load the engine stays paused, with its requests,
         until a load succeeds: half-loaded weights would be sampled from."""
         version = identity["version"]
         if self._status is not None:

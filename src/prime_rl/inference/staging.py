@@ -238,7 +238,7 @@ class WeightsExtension:
     def prime_call(self, method: str, args: Sequence[Any]) -> dict[str, Any]:
         """Call one of the methods below. Returns its "answer", or the "error" that it raised.
 
-        vLLM stops reading a call's answers at the first rank that raises: later calls would get what the others answered.
+        vLLM stops reading a call's answers at the first rank that raises; later calls would get the others' answers.
         """
         try:
             return {"answer": getattr(self, method)(*args)}
@@ -275,7 +275,7 @@ class WeightsExtension:
                 torch.cuda.empty_cache()  # for other processes
 
     def prime_load(self, directory: str, identity: Identity) -> None:
-        """Load the staged version, or the base model's files in `directory` if none is staged, and serve it as `identity`.
+        """Load the staged version, or if none is staged the base model in `directory`, and serve it as `identity`.
 
         After a failure on any rank the model is unusable until all have loaded another version.
         """
@@ -311,7 +311,7 @@ class WeightsExtension:
         """End with the server process, even if that is killed. The first call that a worker gets."""
         faults.arm("inference")  # the server arms its own process
         sys.setswitchinterval(TURN_SECONDS)
-        # It warns at every update of tied heads and of buffers that no checkpoint holds; `check_fit` compares all tensors.
+        # It warns at every update of tied heads and of buffers in no checkpoint; `check_fit` compares all tensors.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         return follow(server)
 
@@ -325,7 +325,7 @@ class WeightsExtension:
                 raise RuntimeError("fault injection")
 
     def prime_is_plain(self, model: Any) -> bool:
-        """Whether the model computes with weights as they are loaded, which never changes: then they need no reload of vLLM's."""
+        """Return whether the model computes with weights as loaded, never changed: then vLLM need not reload them."""
         if self.prime_plain is None:
             config = self.vllm_config
             # Layers with adapters have other names; scales of a quantized cache are made anew by a reload.

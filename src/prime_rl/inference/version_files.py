@@ -1,4 +1,4 @@
-"""Check the version that a request names: where it lies, whether it is the model's, read so that a hanging mount ends nothing else."""
+"""Check the version that a request names: its place, whether it is the model's; a hanging mount blocks nothing else."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from prime_rl.transport.weights import INDEX, TensorEntry, WeightsManifest, weig
 MESSAGE_CHARACTERS = 8192  # it may quote what a request or a manifest says
 STALL_SECONDS = 45.0  # of a read, without progress; shorter than a weight change waits for another one
 TURN_SECONDS = 1e-4
-"""For `sys.setswitchinterval`: by default a thread waits 5 ms for the interpreter, longer than a block takes to read."""
+"""For `sys.setswitchinterval`: by default a thread waits 5 ms for the interpreter, longer than reading a block."""
 
 T = TypeVar("T")
 
@@ -63,12 +63,14 @@ def resolve(root: Path | None, weight_dir: str) -> Path:
     if root is not None and not path.is_relative_to(root.resolve()):
         raise Rejected(
             403,
-            f"weight_dir {weight_dir} is outside the weights root {root}: start the server with another --weights-root, or without",
+            f"weight_dir {weight_dir} is outside the weights root {root}: start the server with another "
+            "--weights-root, or without",
         )
     if not os.path.isfile(path / MANIFEST):  # False where it may not even look
         raise Rejected(
             400,
-            f"the server's host sees no committed version in {weight_dir}: trainer and server need one file system, under the same path",
+            f"the server's host sees no committed version in {weight_dir}: trainer and server need one file system, "
+            "under the same path",
         )
     return path
 
@@ -96,8 +98,7 @@ def check_fit(tensors: dict[str, TensorEntry], base: dict[str, TensorEntry], tie
 
 
 async def read(function: Callable[[], T], subject: Path | str, seconds: float) -> T:
-    """Return the result of `function()`, from a daemon thread: one that hangs in the file system ends with the process.
-    Rejected (503) after `seconds`."""
+    """Return `function()` from a daemon thread, since a file system may hang. Rejected (503) after `seconds`."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 

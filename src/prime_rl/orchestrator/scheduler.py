@@ -519,8 +519,7 @@ class Scheduler(Generic[Result]):
     # -- the groups ---------------------------------------------------------------------------------------------------
 
     def _update_group(self, group: Group[Result], dropped: Drop = Drop.ERRORED) -> None:
-        """Note what a changed group is: startable, ended, complete. One that the gate rejects, or of which the last
-        episode was dropped, is discarded."""
+        """Note whether a changed group is startable, ended or complete; discard a rejected or emptied one."""
         ended = group.ended
         complete = ended and not any(finished.start.episode in self._unverified for finished in group.finished)
         if ended and not group.finished:

@@ -1,7 +1,7 @@
 """What a model asks of attention, seen in a forward pass on the meta device; what is not computed exactly is refused.
 
-transformers' models compute attention by a function of a table, and masks by another. For one pass both are ours, so that
-nothing depends on a list of families, and a model that goes around the table is seen to.
+transformers' models compute attention by a function of a table, and masks by another. For one pass both are ours, so
+that nothing depends on a list of families, and a model that goes around the table is seen to.
 """
 
 import inspect

@@ -160,7 +160,7 @@ class Checkpoints:
         return Progress(**extra["progress"])
 
     def begin(self, versions: WeightPublisher, start: int) -> None:
-        """Open an incarnation that goes on from step `start`, rename or remove what it supersedes, commit its version."""
+        """Open an incarnation that goes on from step `start`, rename or remove superseded ones, commit its version."""
         self.incarnation, self.base = versions.open(start)
         on_main(self.world, lambda: self._supersede_after(start))
         if start > 0:
@@ -245,7 +245,7 @@ class Checkpoints:
         self._recovery_due = by_clock and all_are_idle and is_late > 0  # nobody waits for a recovery checkpoint
 
     def settle(self) -> None:
-        """Wait for the save in the background, at most `dist_timeout`. Raises UserError if it failed or takes longer."""
+        """Wait for the save in the background, at most `dist_timeout`. Raises UserError if it fails or takes longer."""
         if self._thread.tasks:
             self._saving = None
             agree(self.world, self._thread.results)
@@ -285,7 +285,7 @@ class Checkpoints:
             raise UserError(
                 f"{foreign[0]} was not made by this program, or is damaged: move it out of the run directory"
             )
-        # The launcher restarts a trainer that was asked to resume with both: once the run has begun, it goes on by itself.
+        # The launcher restarts a trainer that was asked to resume with both: a run that has begun goes on by itself.
         opened = incarnations.read_incarnations(self.output_dir)
         begun = opened or list_steps(self.recovery) or max(list_steps(self.weights), default=0) > 0
         if self.recover and (resume is None or begun):

@@ -5,7 +5,7 @@ that depends on the algorithm arrives as per-token streams; a loss is a pure fun
 of the streams tensor of RL batches. The `*_scale` rows already hold weight / (the component's denominator in the whole
 step, over all ranks), so that summing is averaging: no rank and no micro-batch needs to know about the others.
 
-Metrics are sums over tokens, and few maxima, so chunks, micro-batches and ranks are put together by `lm_head.add_up`, and
+Metrics are sums over tokens, and few maxima, so `lm_head.add_up` puts chunks, micro-batches and ranks together, and
 only one vector [M] travels. A log ratio or an entropy beyond 22 counts as 22, so that one ratio that overflows does not
 make the sums infinite.
 """
@@ -110,7 +110,7 @@ STREAMS = ("mask", "logprobs", "advantages", "ref_logprobs", "rl_scale", "ce_sca
 
 @dataclass(frozen=True)
 class SequenceLoss:
-    """A loss that couples the tokens of a sequence: of all loss tokens of a micro-batch at once, not of a chunk of them.
+    """A loss that couples the tokens of a sequence: of all loss tokens of a micro-batch at once, not of chunks.
 
     Args:
         of: (logprob [N], entropy [N], streams [K, N], sequences) -> (summed loss, sums [M])
@@ -151,7 +151,7 @@ def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
             rl = rl + config.kl_coef * divergence(logprob, defined, config.kl_estimator or "k3")
         if config.entropy_coef:
             rl = rl - config.entropy_coef * entropy
-        # Tokens of weight 0 are taken out: the ratio of one that the policy loss bounds may overflow, and 0 · inf is not 0.
+        # Tokens of weight 0 are taken out: the ratio of one that the policy loss bounds may overflow; 0 · inf is not 0.
         pull = ref_kl(logprob, torch.where(ref_kl_scale != 0, old, logprob.detach()), reference)
         loss = (rl * rl_scale - logprob * ce_scale + pull * ref_kl_scale).sum()
         with torch.no_grad():
@@ -187,8 +187,8 @@ def _custom(
 
 
 def _try_out(policy_loss: Callable[..., tuple[Tensor, Tensor]], path: str, coupled: bool) -> None:
-    """Call a loss of the user's own on two tokens before anything is trained with it, the second of another component: no
-    log-probability of a sampler, no advantage. Raises UserError if its gradient cannot be computed or is not finite."""
+    """Try a user's loss on two tokens, one of another component (no sampler's log-probability, no advantage). Raises
+    UserError if its gradient cannot be computed or is not finite."""
     logprob = torch.tensor([-0.5, -3.0], device="cpu", requires_grad=True)
     old, advantage, mask = torch.tensor([[-0.6, 0.0], [1.0, 0.0], [1.0, 0.0]], device="cpu")
     more = {"sequences": Sequences(torch.zeros(2, dtype=torch.int64, device="cpu"), mask, 1)} if coupled else {}
@@ -215,8 +215,8 @@ def divergence(logprob: Tensor, reference: Tensor, estimator: str) -> Tensor:
 
         k1 = logprob - reference,  k2 = k1² / 2,  k3 = exp(-k1) - 1 + k1
 
-    k2 and k3 are differentiated as they stand; on the policy's own tokens k2's gradient is the divergence's, k3's is its
-    only to first order (Liu et al. 2025, arXiv:2510.01555). On tokens of an older policy both are approximations. k1's own
+    k2 and k3 are differentiated as they stand; on the policy's own tokens k2's gradient is the divergence's, k3's only
+    to first order (Liu et al. 2025, arXiv:2510.01555). On tokens of an older policy both are approximations. k1's own
     gradient is zero on average, so it gets the score function's, k1 · ∇ logprob: the same as k2's.
 
     k3 grows with reference / policy, without bound: where that is above 10, it goes on as its tangent, so a token's
@@ -232,7 +232,7 @@ def divergence(logprob: Tensor, reference: Tensor, estimator: str) -> Tensor:
 
 
 def ref_kl(logprob: Tensor, old: Tensor, reference: Tensor) -> Tensor:
-    """Policy gradient towards a reference model: the default loss with the (detached) reference log-ratio as its advantage.
+    """Return a policy gradient towards a reference model: the default loss, its advantage the detached log-ratio.
 
     Constants (drop below -0.2, regulariser 1e-3) are PRIME-RL's. The policy's log-probability is taken at the sample's
     temperature, as everywhere: the reference's has to be of the same one. Dropped tokens keep the regulariser.

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from prime_rl.config.trainer import OptimConfig, Recompute, TrainerModel
 
 GIB = 1 << 30
-# Rates of an H200 inside a step: FLOP/s of matrix products and of attention forward, bytes/s of pointwise kernels and of
+# Rates of an H200 in a step: FLOP/s of matrix products and of attention forward, bytes/s of pointwise kernels and of
 # the host link each way.
 PRODUCTS, ATTENTION, POINTWISE, HOST_LINK = 650e12, 640e12, 3.5e12, 54e9
 EARLY_OFFLOAD_SECONDS = 5e-3  # seconds of a layer's forward pass from which copies beside it cost less than `wide` does
-# Bytes that libraries take beside torch's allocator (NCCL's buffers, kernels, workspaces). 1 GiB was too little for NCCL.
+# Bytes that libraries take beside torch's allocator (NCCL, kernels, workspaces). 1 GiB was too little for NCCL.
 OUTSIDE = 3 * GIB
 RESERVE = 0.03  # of the estimate: gaps between tensors, and the estimate's own error
 LARGEST_CHUNK = 8192  # tokens; with 16,384 the head is no faster
@@ -208,7 +208,7 @@ def kept_bytes(shape: Shape, job: Job, level: "Recompute") -> int:
     if rank <= LEVELS.index("pointwise"):  # gate and up
         numbers += 2 * s.feed_forward
     if level == "none":
-        # Inputs of the products: two norms' outputs (experts: a copy for each), the activation, rotated queries and keys.
+        # Inputs of the products: two norms' outputs (experts: one copy each), the activation, rotated queries and keys.
         numbers += s.hidden + s.chosen * s.hidden + s.feed_forward + s.query + s.key_value
         floats += s.heads + s.key_value_heads + 2 + (s.hidden if s.experts else 0)  # statistics; the router's input
         floats += 8 * s.mixed  # eager, in float32: convolution, activations, keys and values of the scan; not measured
@@ -264,7 +264,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
 
 
 def forward_seconds(shape: Shape, job: Job) -> float:
-    """Of one layer, for documents of an eighth of the tokens each: attention takes the less time the shorter they are."""
+    """Return seconds of one layer, for documents of an eighth of the tokens each: shorter ones need less attention."""
     s, tokens = shape, job.tokens
     products = 2 * tokens * s.hidden * (2 * s.query + 2 * s.key_value + 3 * s.feed_forward) / PRODUCTS
     numbers = 4 * s.hidden + 2 * (s.query + s.key_value) + 3 * s.feed_forward + 2 * (s.chosen - 1) * s.hidden
@@ -378,8 +378,7 @@ def _fastest_first(config: "TrainerModel", shape: Shape, job: Job) -> Iterator[S
 
 
 def _offloaded(shape: Shape, job: Job, levels: "tuple[Recompute, ...]", rate: float) -> tuple[int, ...]:
-    """The layers that offload: as many as leave at `rate` bytes a layer. The last ones never do: they would not have
-    left before backward needs them."""
+    """Return layers to offload, as many as leave at `rate` bytes a layer; not the last: backward comes too soon."""
     layers, credit = [], 0.0
     for layer, level in enumerate(levels[: -1 - LAG]):
         size = kept_bytes(shape, job, level)

@@ -1,9 +1,9 @@
-"""The policy: a Hugging Face causal language model under FSDP2 or, on a single rank, a SingleRankUnit, with our attention
+"""The policy: a Hugging Face causal language model under FSDP2 or, on one rank, a SingleRankUnit, with our attention
 and head.
 
-Order of construction: meta device → activation checkpointing → per-block compile → fully_shard → memory → each rank loads
-its own rows. Masters are float32; the compute dtype is bfloat16 on CUDA and float32 on CPU. A single rank keeps its
-weights gathered, without FSDP, whose hooks and copies at every layer would hold up the host.
+Order of construction: meta device → activation checkpointing → per-block compile → fully_shard → memory → each rank
+loads its own rows. Masters are float32; the compute dtype is bfloat16 on CUDA and float32 on CPU. A single rank keeps
+its weights gathered, without FSDP, whose hooks and copies at every layer would hold up the host.
 """
 
 import math
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class SingleRankUnit:
-    """All parameters of `model`, with the methods of an FSDP unit that the trainer calls, and the same bits as with FSDP.
+    """All parameters of `model`, with the methods of an FSDP unit that the trainer calls, and bits as with FSDP.
 
     Masters are float32 DTensors, as FSDP has them, for optimizers, checkpoints and exports. While gathered the modules
     hold copies in the compute dtype instead. As soon as backward has a copy's gradient, it is added to the master's.
@@ -130,7 +130,7 @@ Unit = FSDPModule | SingleRankUnit
 
 
 class Policy(nn.Module):
-    """Backbone and head under one root, so that FSDP sees a single forward; the head of `lm` (transformers) is not called."""
+    """Backbone and head under one root: FSDP sees a single forward; the head of `lm` (transformers) is not called."""
 
     def __init__(
         self, lm: PreTrainedModel, memory: MemoryPlan, compiled: bool, head_form: HeadForm, is_recurrent: bool = False
@@ -144,7 +144,7 @@ class Policy(nn.Module):
         self.sparse = moe.sparse_blocks(lm)
 
     def forward(self, batch: MicroBatch, loss: TokenLoss | SequenceLoss | None = None) -> tuple[Tensor, Tensor]:
-        """The loss [] and metric sums [M] of `loss` over the loss tokens, or without one their logprob [L] and entropy [L]."""
+        """Return loss [] and metric sums [M] of `loss` over the loss tokens; without it logprob [L] and entropy [L]."""
         in_two_passes = loss is None or isinstance(loss, SequenceLoss)
         for unit in self.hookless:
             unit.unshard()
@@ -195,10 +195,10 @@ HEAD_CHECK_TOKENS, HEAD_CHECK_ROWS, HEAD_CHECK_LIMIT = 32, 512, 1e-5
 
 @torch.no_grad()
 def check_head(lm: PreTrainedModel, name: str) -> HeadForm:
-    """What the model's own forward makes of its logits, read off that forward: random hidden states in place of the
+    """Read off the model's own forward what it makes of its logits, with random hidden states in place of the
     backbone's, a random weight and bias, in float64 on the CPU. `lm` may be on the meta device.
 
-    Tiny logits give the scale, since a soft-cap does nothing to them, and huge ones the cap. What comes of it is compared.
+    Tiny logits give the scale, since a soft-cap does nothing to them, and huge ones the cap. The result is compared.
 
     Raises:
         UserError: the model's forward does something else to its logits.
@@ -239,8 +239,9 @@ def check_head(lm: PreTrainedModel, name: str) -> HeadForm:
     gap = (ours_T - theirs_T).abs().max().item()
     if not gap <= HEAD_CHECK_LIMIT:  # NaN is refused as well
         raise UserError(
-            f"model {name} cannot be trained: the forward of {type(lm).__name__} changes its logits by more than a scale, "
-            f"a soft-cap and a bias, and log-probabilities are off by {gap:.3g} (at most {HEAD_CHECK_LIMIT:g} is accepted)"
+            f"model {name} cannot be trained: the forward of {type(lm).__name__} changes its logits by more than a "
+            f"scale, a soft-cap and a bias, and log-probabilities are off by {gap:.3g} (at most {HEAD_CHECK_LIMIT:g} "
+            "is accepted)"
         )
     return form
 
@@ -340,7 +341,7 @@ def _shard(policy: Policy, others: list[nn.Module], dtype: torch.dtype, world: W
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=settings.reshard)
     for module in others:
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-    # Embedding and head stay in the root unit: tied weights are gathered once, and the head reads its own in our forward.
+    # Embedding and head stay in the root unit: tied weights are gathered once; the head reads its own in our forward.
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=settings.reshard)
     register_fsdp_forward_method(policy, "own_logits")
     reduction: Any = SingleRankReduction()

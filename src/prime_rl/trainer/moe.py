@@ -1,4 +1,4 @@
-"""Mixture-of-experts blocks of any family that uses transformers' experts interface: routed in float32, computed in groups.
+"""Mixture-of-experts blocks of families that use transformers' experts interface: float32 routing, grouped products.
 
 Blocks and routers stay transformers' own modules. The experts' forward is `mix`, registered as `NAME`; every call of a
 router goes through `route`. A router's choice is replaced there (`router_replay`): `Choice` sees the scores [T, E] and
@@ -38,7 +38,7 @@ class SparseBlock(NamedTuple):
 
 
 def set_up(lm: PreTrainedModel, name: str) -> None:
-    """Have the model's experts computed by `mix` and its routers called through `route`. Nothing to do in a dense model.
+    """Have the model's experts computed by `mix` and its routers called through `route`. Does nothing in a dense model.
 
     Raises:
         UserError: the model has experts that do not go through transformers' interface.
@@ -48,7 +48,8 @@ def set_up(lm: PreTrainedModel, name: str) -> None:
     for path, module in lm.named_modules():
         if path.endswith(".experts") and module not in known:
             raise UserError(
-                f"model {name} cannot be trained: {type(module).__name__} is not part of transformers' experts interface"
+                f"model {name} cannot be trained: {type(module).__name__} is not part of transformers' experts "
+                "interface"
             )
     if blocks:
         lm.set_experts_implementation(NAME)
@@ -56,8 +57,8 @@ def set_up(lm: PreTrainedModel, name: str) -> None:
         block.eval()  # no jitter, no sampling of experts
         router.__class__ = _routed(type(router))  # type: ignore[arg-type]
         router.expert_count = len(next(experts.parameters()))
-        # [T, K] experts that the engine chose, -1 where it chose none: set before each forward pass that replays them, and
-        # read again by the backward pass of a checkpointed block.
+        # [T, K] experts that the engine chose, -1 where it chose none: set before each forward pass that replays them,
+        # and read again by the backward pass of a checkpointed block.
         router.replayed = None
         for module in router.modules():
             for key, parameter in list(module.named_parameters(recurse=False)):
@@ -105,8 +106,7 @@ def experts_per_token(lm: PreTrainedModel) -> int:
 
 
 class Choice(TorchFunctionMode):
-    """Sees a router choose K experts of all, and replaces them by those in `replayed_TK`. What it returns may be changed in
-    place, unlike what checkpoints keep."""
+    """Replaces the K experts that a router chooses by `replayed_TK`. Results, unlike checkpoints', may be changed."""
 
     def __init__(self, experts: int, replayed_TK: Tensor | None) -> None:
         super().__init__()
@@ -125,9 +125,9 @@ class Choice(TorchFunctionMode):
 def route(forward: Callable[..., Any], router: Any, hidden_TH: Tensor, *bias: Tensor) -> Any:
     """Call a router in float32, whatever the block computes in.
 
-    Rounding the logits to bfloat16 would tie experts with one another and make another choice than the engine that sampled.
+    Logits rounded to bfloat16 would tie experts with one another and choose others than the sampling engine.
     """
-    # Compiled, nothing is changed in place, and a block may not enter a mode unless `router_replay.set_up` has allowed it.
+    # Compiled, nothing is changed in place, and a block may enter a mode only if `router_replay.set_up` has allowed it.
     if torch.compiler.is_compiling() and router.replayed is None:
         return forward(router, hidden_TH.float(), *bias)
     with Choice(router.expert_count, router.replayed):
@@ -140,10 +140,10 @@ def _routed(kind: Any) -> Any:
 
 
 def mix(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Every token's weighted sum over its experts [T, H].
+    """Return every token's weighted sum over its experts [T, H].
 
-    Rows are sorted by expert, so that each projection is one grouped matrix product; nothing waits for the device. The weights multiply the
-    hidden layer rather than the output: the same sum, on fewer columns, and backward needs no outputs of experts to be kept.
+    Rows are sorted by expert: each projection is one grouped matrix product; nothing waits for the device. The weights
+    multiply the hidden layer, not the output: the same sum on fewer columns; backward keeps no outputs of experts.
     """
     count, (tokens, k) = experts.num_experts, chosen_TK.shape
     sorted_S, order_S = chosen_TK.flatten().to(torch.int32).sort(stable=True)
@@ -174,7 +174,7 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, mix)
 
 
 def grouped_linear(rows_SI: Tensor, weight_EOI: Tensor, end_E: Tensor, transposed: bool) -> Tensor:
-    """Rows [end[e - 1], end[e]) times expert e's matrix ([O, I], or [I, O]): [S, O]. No gradient for `end_E` (int32)."""
+    """Multiply rows [end[e - 1], end[e]) by expert e's matrix ([O, I], [I, O]): [S, O]. `end_E`: int32, constant."""
     return F.grouped_mm(rows_SI, weight_EOI if transposed else weight_EOI.transpose(1, 2), offs=end_E)
 
 

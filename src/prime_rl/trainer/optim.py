@@ -4,9 +4,9 @@ One optimizer for groups of parameters, each with a rule of its own; every rank 
 behind the other in flat buffers, on the device or in pinned host memory. Those in host memory visit the device in
 chunks while the update runs: one chunk comes in, one is in use, one goes out, on streams of their own.
 
-Muon (Jordan et al. 2024) is steepest descent for matrices under the spectral norm, on momentum that is orthogonalized as
-a whole. Rows of a matrix lie on several ranks, so matrices of one shape are batched: every rank sends its rows of each to
-the rank that owns it, owners orthogonalize, and the rows go back. While a batch is orthogonalized the next one travels.
+Muon (Jordan et al. 2024) is steepest descent for matrices under the spectral norm, on momentum orthogonalized as
+a whole. Rows of a matrix lie on several ranks, so matrices of one shape are batched: every rank sends its rows of each
+to its owner, owners orthogonalize, and the rows go back. While a batch is orthogonalized the next one travels.
 Experts [E, rows, columns] are whole on their rank.
 """
 
@@ -233,9 +233,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def build_optimizer(model: nn.Module, config: "OptimConfig") -> ShardedOptimizer:
-    """The optimizer of a model's float32 masters.
+    """Build the optimizer of a model's float32 masters.
 
-    They must be float32: at reinforcement-learning rates (1e-6) more than 95 % of bfloat16 weights would not move at all.
+    They must be float32: at reinforcement-learning rates (1e-6) over 95 % of bfloat16 weights would not move at all.
 
     Raises UserError if the host has not enough memory.
     """
@@ -405,12 +405,12 @@ def _update_batch(settings: Settings, batch: _Batch, chunk: Chunk) -> Iterator[N
 
 
 def learning_rate(config: "SchedulerConfig", lr: float, step: int, max_steps: int | None) -> float:
-    """The learning rate of step `step` (0-based).
+    """Return the learning rate of step `step` (0-based).
 
-    Warm-up rises linearly and reaches `lr` at step `warmup_steps` - 1 (its first step is lr / warmup_steps, never zero).
+    Warm-up rises linearly and reaches `lr` at step `warmup_steps` - 1 (its first step is lr / warmup_steps, not zero).
     All but `constant` end: where they have steps to fall over, the last one, max_steps - 1, runs at `min_lr`, so that
-    they need `max_steps` (the config checks it). The share of the way from `min_lr` to `lr`, as a function of the decay's
-    progress t in [0, 1]: 1 - t (linear) or (1 + cos πt) / 2 (cosine).
+    they need `max_steps` (checked by the config). The share of the way from `min_lr` to `lr`, as a function of the
+    decay's progress t in [0, 1]: 1 - t (linear) or (1 + cos πt) / 2 (cosine).
     """
     if step < config.warmup_steps:
         return lr * (step + 1) / config.warmup_steps

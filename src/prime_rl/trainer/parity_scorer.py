@@ -1,4 +1,4 @@
-"""The trainer's half of `rl parity`: score the server's samples by the trainer and by transformers' own forward, and judge."""
+"""The trainer's half of `rl parity`: score the server's samples by the trainer and by transformers' forward; judge."""
 
 import json
 from base64 import b64decode
@@ -47,8 +47,8 @@ def judge(gaps: Any, dropped: float, loss: str, quantized: bool = False) -> tupl
     if not off[ENGINES].within(bound):
         who = "server" if off[SERVED].mean > off[TRAINED].mean else "trainer"
         reasons.append(
-            f"server and trainer differ by {off[ENGINES]}; the tolerance is {bound}. From transformers' own forward the "
-            f"server is {off[SERVED].mean:.2g} nats off, the trainer {off[TRAINED].mean:.2g}: look at the {who}"
+            f"server and trainer differ by {off[ENGINES]}; the tolerance is {bound}. From transformers' own forward "
+            f"the server is {off[SERVED].mean:.2g} nats off, the trainer {off[TRAINED].mean:.2g}: look at the {who}"
         )
     if not dropped <= MOST_DROPPED:
         reasons.append(f"loss.type {loss} drops or clips {dropped:.2%} of the tokens before anything is learned")
@@ -57,7 +57,7 @@ def judge(gaps: Any, dropped: float, loss: str, quantized: bool = False) -> tupl
 
 @torch.no_grad()
 def score(config: ParityConfig, directory: Path) -> bool:
-    """Print the comparison, write `parity.json`; return the verdict. Raises UserError as `locate_model`, `build_policy`."""
+    """Print the comparison, write `parity.json`; return the verdict. Raises as `locate_model`, `build_policy`."""
     samples, served = json.loads((directory / "samples.json").read_text()), config.inference or InferenceConfig()
     documents, settings, loss = [_document(*each[:3]) for each in samples], config.trainer.model, config.trainer.loss
     world = init_world(config.trainer.device, config.trainer.dist_timeout)

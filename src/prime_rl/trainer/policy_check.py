@@ -1,8 +1,8 @@
 """Before training: the policy's log-probabilities of two short documents against those of the model's own forward.
 
-The policy packs both and uses our attention, experts and head; the model's own forward takes one document at a time, with
-its own attention and experts ("eager"), and its logits. Whatever we leave out of a model that nobody has tried is a
-difference.
+The policy packs both and uses our attention, experts and head; the model's own forward takes one document at a time,
+with its own attention and experts ("eager"), and its logits. Whatever we leave out of a model that nobody has tried is
+a difference.
 """
 
 import time
@@ -26,10 +26,10 @@ EXACT_LIMIT = 1e-4
 """Of any token, in float32: right kernels differ by up to 9e-6."""
 
 ROUNDED_LIMIT = 0.05
-"""Of a document's median token, in bfloat16, by the standard deviation of the tokens' log-probabilities, to which rounding
-is proportional: right kernels differ by up to 0.02 of it. A document that leaks into the next one makes a difference of
-0.12 in a trained model and more in random ones, a scale of 8 that is left out one of 4. The median, because a token whose
-expert is another one after rounding may be off by 1 nat."""
+"""Of a document's median token, in bfloat16, by the standard deviation of the tokens' log-probabilities, to which
+rounding is proportional: right kernels differ by up to 0.02 of it. A document that leaks into the next one makes a
+difference of 0.12 in a trained model and more in random ones, a missing scale of 8 one of 4. The median, because a
+token whose expert is another one after rounding may be off by 1 nat."""
 
 
 @torch.no_grad()
@@ -79,8 +79,8 @@ def check_policy(policy: Policy, name: str, world: World, computed: torch.dtype)
     def judge() -> None:
         if not (gap <= limit and gap_L.isfinite().all()):
             raise UserError(
-                f"model {name} cannot be trained: log-probabilities of packed documents differ from those of {family}'s "
-                f"own forward by {gap:.3g} (at most {limit:.2g} is accepted)"
+                f"model {name} cannot be trained: log-probabilities of packed documents differ from those of "
+                f"{family}'s own forward by {gap:.3g} (at most {limit:.2g} is accepted)"
             )
 
     agree(world, judge)

@@ -43,8 +43,7 @@ def split_documents(lm: PreTrainedModel, world: World) -> set[nn.Module]:
 
 
 def mixers(layer: nn.Module) -> list[nn.Module]:
-    """The outermost modules of a layer that mix tokens without our attention: they have a causal convolution of their
-    own, or say that they are linear attention."""
+    """Return a layer's outermost modules that have a causal convolution or call themselves linear attention."""
     outermost: list[nn.Module] = []
     for child in layer.children():
         convolves = any(isinstance(part, nn.Conv1d) for part in child.children())

@@ -1,4 +1,4 @@
-"""What a training run reports: status from every rank, log lines and metrics from rank 0 alone; and how it is asked to stop."""
+"""What a training run reports: status of every rank, log lines and metrics of rank 0; and how it is asked to stop."""
 
 import math
 import os
@@ -192,7 +192,7 @@ class MetricRows:
     Reading at once would let a GPU run dry: a step's row is written by `flush` while the next step is under way, before
     anything is saved that is ahead of the row, and before a wait.
 
-    A step's time goes from the end of the one before to its own end, so that waits count, for the first one from `begin`.
+    A step's time runs from the end of the one before (the first's from `begin`) to its own end, so that waits count.
     `written` is the step whose row was written last.
     """
 

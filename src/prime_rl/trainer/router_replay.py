@@ -1,7 +1,7 @@
-"""Router replay: tokens go to the experts that the engine chose when it sampled them, weighted by the trainer's own router.
+"""Router replay: tokens go to the experts that the sampling engine chose, weighted by the trainer's own router.
 
-A router's scores of two experts may be nearly the same, and two programs that round otherwise then choose differently: the
-trainer would compute another model than the one that sampled. Letters: M layers with experts, T tokens, K experts of each.
+A router's scores of two experts may be nearly the same, and two programs that round otherwise choose differently: the
+trainer would compute another model than the sampler. Letters: M layers with experts, T tokens, K experts of each.
 """
 
 from inspect import signature
@@ -93,8 +93,8 @@ def chosen_experts(rows: npt.NDArray[np.unsignedinteger], routers: Routers, samp
     chosen_MNK = rows.reshape(-1, routers.layers, routers.k)[:, routers.sparse].swapaxes(0, 1).astype(np.int16)
     if chosen_MNK.size and chosen_MNK.max() >= routers.experts:
         raise UserError(
-            f"sample {sample} has expert {chosen_MNK.max()}, the trainer's model has {routers.experts}: is it the model "
-            "that sampled it?"
+            f"sample {sample} has expert {chosen_MNK.max()}, the trainer's model has {routers.experts}: is it the "
+            "model that sampled it?"
         )
     # Zeros, above all: what an engine leaves where it did not see its router choose.
     if routers.k > 1 and (chosen_MNK[..., 0] == chosen_MNK[..., 1]).any():

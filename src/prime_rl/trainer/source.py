@@ -1,4 +1,4 @@
-"""Where a run's first weights come from: a local directory, the hub, or nowhere (random weights), and their tokenizer."""
+"""Where a run's first weights come from: a local directory, the hub, or nowhere (random); and their tokenizer."""
 
 import json
 from copy import deepcopy

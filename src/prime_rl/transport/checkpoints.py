@@ -162,7 +162,7 @@ def clean(root: Path, part: Part) -> None:
 
 
 def recoverable(root: Path, recovery: Path, incarnations: Mapping[int, int]) -> Iterator[tuple[int, Path, str | None]]:
-    """Yield committed states that a trainer may recover from, newest first: parts of checkpoints, and recovery checkpoints.
+    """Yield committed states that a trainer may recover from, newest first: checkpoints' parts, recovery checkpoints.
 
     States that a later incarnation superseded are left out. Each comes as its step, its directory, and what is wrong
     with it (None: its bytes are the ones that were committed). Raises UserError if a newer version of this program

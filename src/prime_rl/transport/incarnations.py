@@ -49,8 +49,8 @@ def refuse_if_superseded(output_dir: Path, incarnation: int) -> None:
     newest = max(read_incarnations(output_dir), default=incarnation)
     if newest > incarnation:
         raise UserError(
-            f"another trainer has gone on with the run in {output_dir} (incarnation {newest}; this one is {incarnation}): "
-            "this one ends and commits no more"
+            f"another trainer has gone on with the run in {output_dir} (incarnation {newest}; this one is "
+            f"{incarnation}): this one ends and commits no more"
         )
 
 

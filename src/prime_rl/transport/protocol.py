@@ -1,9 +1,9 @@
 """The protocol between trainer, orchestrator and servers, as pure functions of what is committed in the run directory.
 
-The processes share no memory and no lock; each reads the committed names and decides by these functions. The model check
-in `tests/unit/protocol` calls the very same ones in all interleavings of commits, updates, prunes, crashes and resumes.
+The processes share no memory and no lock; each reads the committed names and decides by these functions. The model
+check in `tests/unit/protocol` calls them in all interleavings of commits, updates, prunes, crashes and resumes.
 
-`versions` maps the number of a committed version to the incarnation that made it; `incarnations` maps each incarnation of
+`versions` maps a committed version's number to the incarnation that made it; `incarnations` maps each incarnation of
 the trainer to its start step, the number of updates that it began with.
 """
 
@@ -77,7 +77,7 @@ def superseded_versions(versions: Mapping[int, int], incarnations: Mapping[int, 
 
 
 def may_batch(first: int, last: int, incarnation: int, incarnations: Mapping[int, int]) -> bool:
-    """Whether an episode that versions `first` … `last` of incarnation `incarnation` sampled may still be in a batch."""
+    """Return whether an episode sampled by versions `first` … `last` of `incarnation` may still be in a batch."""
     # `first > last`: servers went back while it ran. The scheduler cancels such episodes, so none should come here.
     return first <= last and valid(last, incarnation, incarnations)
 

@@ -1,6 +1,6 @@
 """Batches of samples, from the orchestrator to the trainer: one Arrow IPC file a step, one row a sample.
 
-The file is uncompressed, in record batches of a few rows, so that a rank reads only its own rows, with `pread`: a memory
+The file is uncompressed, in record batches of a few rows, so that a rank reads only its rows, with `pread`: a memory
 map over a file that is pruned on a network file system kills the process. pyarrow, pandas and DuckDB read it as it is.
 """
 
@@ -41,7 +41,7 @@ SCHEMA = pa.schema(
     ]
 )
 EXPERTS = "routed_experts"
-"""A column that is there only where a sample has experts: for its first N tokens, N ≤ T, the ids that the engine chose in
+"""A column that exists only if a sample has experts: for its first N tokens, N ≤ T, the ids that the engine chose in
 each of the model's layers, list<fixed_size_list<uint8 or uint16>[layers · k]>."""
 _STREAMS = tuple(field.name for field in SCHEMA if pa.types.is_list(field.type) and field.name != "policy_versions")
 _CODES = {np.dtype(kind): kind for kind in "iqfd"}

@@ -24,8 +24,8 @@ Party = Literal["trainer", "orchestrator", "inference"]
 
 # Dotted keys, compared if both sides have them.
 _SAME = (
-    "model.name", "async_level", "max_steps", "seed", "ckpt.interval", "ckpt.keep", "ckpt.keep_interval", "ckpt.output_dir",
-    "router_replay",
+    "model.name", "async_level", "max_steps", "seed", "ckpt.interval", "ckpt.keep", "ckpt.keep_interval",
+    "ckpt.output_dir", "router_replay",
 )  # fmt: skip
 _SEQ_LEN = "seq_len"  # need not be equal: the orchestrator's samples must fit the trainer's micro-batches
 _DATA = "data"  # between trainer and orchestrator; compared with partners that are gone, too: what they committed stays

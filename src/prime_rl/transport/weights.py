@@ -54,7 +54,7 @@ class TensorRange(NamedTuple):
 
 @dataclass(frozen=True)
 class LogprobReference:
-    """A fixed prompt of T token ids and the trainer's log-probability (nats, temperature 1) of all but the first: T - 1.
+    """A fixed prompt of T token ids, and the trainer's log-probability (nats, temperature 1) of all but the first.
 
     It is in a version's manifest. A hash verifies what was read; this verifies what is computed: whoever serves the
     version scores the same prompt and compares.
@@ -184,7 +184,7 @@ def verify_weights(directory: Path) -> WeightsManifest:
 
 
 def no_tensors_message(directory: Path) -> str:
-    """Return the message for a directory without safetensors files, of a version that was published from memory or not."""
+    """Return the message for a directory without safetensors files, whether published from memory or not."""
     with suppress(CommitError):
         if weights_manifest(directory).publisher is not None:
             return (
