@@ -217,6 +217,7 @@ class TrainerModel(ModelConfig):
     head_chunk: PositiveInt | None = option(None, "Tokens whose logits exist at the same time (None: as many as fit).")
     reshard_after_forward: bool | None = option(None, "Free gathered parameters until backward (None: as memory asks).")
     dp_replicate: PositiveInt = option(1, "Groups of ranks, each of which shards a whole copy (HSDP).")
+    moe_aux_loss: NonNegativeFloat = option(0.0, "Weight of the loss that balances the experts' load (0: none).")
 
 
 class ExportConfig(Section):

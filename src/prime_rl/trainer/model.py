@@ -148,8 +148,10 @@ class Policy(nn.Module):
         in_two_passes = loss is None or isinstance(loss, SequenceLoss)
         for unit in self.hookless:
             unit.unshard()
+        tokens = torch.full((), batch.tokens, device=batch.input_ids.device) if self.sparse else None
         for number, block in enumerate(self.sparse):
             block.router.replayed = None if batch.experts is None else batch.experts[number]
+            block.router.tokens = block.experts.tokens = tokens
         if isinstance(self, FSDPModule) and torch.is_grad_enabled():
             # One pass forms the head's gradients here, and an embedding's need no weight. Holds for the next backward.
             self.set_unshard_in_backward(in_two_passes)
@@ -297,6 +299,7 @@ def build_policy(
     moe.set_up(lm, source.name)
     kept = attention.set_up(config.attention, examine(lm, source.name, tokens, mixers), dtype, world)
     lm.set_attn_implementation(attention.NAME)
+    moe.set_up_balance(lm, config, world.device)
     memory = plan_memory(config, lm, world, itemsize=dtype.itemsize, tokens=tokens, optim=optim, published=published)
     settings = memory.settings
     blocks = checkpoint_layers(lm.model.layers, settings.levels, kept | moe.KEPT, wide_products(source.config))

@@ -7,7 +7,8 @@ T tokens, K experts of each, S = T·K, E experts, I width of an expert's hidden 
 gate), H hidden size.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,8 +21,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
+from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
 from prime_rl.trainer.lm_head import has_kernels
+from prime_rl.trainer.report import Named
 
 NAME = "prime_rl_grouped"
 KEPT = {torch.ops.aten.topk.default, torch.ops.aten.max.dim}
@@ -60,6 +63,7 @@ def set_up(lm: PreTrainedModel, name: str) -> None:
         # [T, K] experts that the engine chose, -1 where it chose none: set before each forward pass that replays them,
         # and read again by the backward pass of a checkpointed block.
         router.replayed = None
+        experts.count_F = router.loss_scale = None  # set by `set_up_balance`
         for module in router.modules():
             for key, parameter in list(module.named_parameters(recurse=False)):
                 if not parameter.requires_grad:  # a correction bias, which other families keep in a buffer
@@ -129,9 +133,9 @@ def route(forward: Callable[..., Any], router: Any, hidden_TH: Tensor, *bias: Te
     """
     # Compiled, nothing is changed in place, and a block may enter a mode only if `router_replay.set_up` has allowed it.
     if torch.compiler.is_compiling() and router.replayed is None:
-        return forward(router, hidden_TH.float(), *bias)
+        return balanced(router, forward(router, hidden_TH.float(), *bias))
     with Choice(router.expert_count, router.replayed):
-        return forward(router, hidden_TH.float(), *bias)
+        return balanced(router, forward(router, hidden_TH.float(), *bias))
 
 
 @cache  # with a forward of each router's own, layers would not share a graph
@@ -146,6 +150,8 @@ def mix(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weight_TK: Tensor) -
     multiply the hidden layer, not the output: the same sum on fewer columns; backward keeps no outputs of experts.
     """
     count, (tokens, k) = experts.num_experts, chosen_TK.shape
+    if experts.count_F is not None:  # written, not added: backward may compute a block again
+        experts.count_F[:-1] = choices(chosen_TK, count, experts.tokens).sum(0)
     sorted_S, order_S = chosen_TK.flatten().to(torch.int32).sort(stable=True)
     numbers = torch.arange(count, device=sorted_S.device, dtype=torch.int32)
     end_E = torch.searchsorted(sorted_S, numbers, right=True, out_int32=True)
@@ -201,23 +207,66 @@ def collect(rows_SH: Tensor, place_TK: Tensor) -> Tensor:
     return rows_SH[place_TK].sum(1)
 
 
-@spread.register_fake
-def _(rows_TH: Tensor, place_TK: Tensor) -> Tensor:
-    return rows_TH.new_empty(place_TK.numel(), rows_TH.shape[1])
+spread.register_fake(lambda rows_TH, place_TK: rows_TH.new_empty(place_TK.numel(), rows_TH.shape[1]))
+collect.register_fake(lambda rows_SH, place_TK: rows_SH.new_empty(place_TK.shape[0], rows_SH.shape[1]))
+for operator, inverse in ((spread, collect), (collect, spread)):
+    operator.register_autograd(
+        lambda ctx, grad, inverse=inverse: (inverse(grad.contiguous(), *ctx.saved_tensors), None),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+    )
 
 
-@collect.register_fake
-def _(rows_SH: Tensor, place_TK: Tensor) -> Tensor:
-    return rows_SH.new_empty(place_TK.shape[0], rows_SH.shape[1])
+def choices(chosen_TK: Tensor, experts: int, tokens: Tensor) -> Tensor:
+    """Whether a token goes to an expert [T, E] bool, of the first `tokens` [] tokens: the others are padding."""
+    is_real_TK = (torch.arange(len(chosen_TK), device=chosen_TK.device) < tokens)[:, None].expand_as(chosen_TK)
+    return is_real_TK.new_zeros(len(chosen_TK), experts).scatter(1, chosen_TK, is_real_TK)
 
 
-def _save_positions(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
+def balanced(router: Any, out: Any) -> Any:
+    """What a router returned. In backward its weights also bring in the auxiliary loss:  E · Σ_e load_e / T · P_e.
+
+    P is the mean of softmax(logits) over the T tokens of a micro-batch; loads have no gradient. With equal loads it is
+    K, as in transformers' `load_balancing_loss_func` for one layer: K times Switch Transformer's (arXiv:2101.03961).
+    """
+    if router.loss_scale is None:
+        return out
+    logits_TE, chosen_TK = (out[0], out[2]) if out[0].is_floating_point() else (out[2], out[0])
+    choices_TE = choices(chosen_TK, router.expert_count, router.tokens)
+    sum_E = torch.where(choices_TE.any(1, keepdim=True), logits_TE.float().softmax(-1), 0.0).sum(0)
+    share_E = choices_TE.sum(0) / router.tokens.clamp(min=1)
+    loss = router.loss_scale * router.expert_count * (share_E * sum_E).sum()
+    router.count_F[-1] = loss.detach()
+    return out[0], with_loss(out[1], loss), *out[2:]
 
 
-spread.register_autograd(
-    lambda ctx, grad_SH: (collect(grad_SH.contiguous(), *ctx.saved_tensors), None), setup_context=_save_positions
+# The same weights, whose backward pass is that of the loss, too.
+with_loss: Any = torch.library.custom_op(
+    "prime_rl::with_loss", lambda weight, _: weight.clone(), mutates_args=(), schema="(Tensor a, Tensor b) -> Tensor"
 )
-collect.register_autograd(
-    lambda ctx, grad_TH: (spread(grad_TH.contiguous(), *ctx.saved_tensors), None), setup_context=_save_positions
-)
+with_loss.register_fake(lambda weight, _: torch.empty_like(weight))
+with_loss.register_autograd(lambda ctx, grad_TK: (grad_TK, grad_TK.new_ones(())))
+
+
+def set_up_balance(lm: PreTrainedModel, config: TrainerModel, device: torch.device) -> None:
+    """Have each block count its experts' tokens, and last, if asked for, the auxiliary loss: `count_F` [E + 1].
+
+    Raises UserError if the model has no routers that can be balanced as `config` asks.
+    """
+    blocks, has_loss = sparse_blocks(lm), "load_balancing_loss_func" in vars(sys.modules[type(lm).__module__])
+    if config.moe_aux_loss and not (blocks and has_loss and type(blocks[0].router).__base__ is not nn.Linear):
+        raise UserError(f"model.moe_aux_loss: {type(lm).__name__} has no routers with transformers' auxiliary loss")
+    for _, router, experts in blocks:
+        router.count_F = experts.count_F = torch.zeros(router.expert_count + 1, device=device)
+        router.loss_scale = torch.zeros((), device=device) if config.moe_aux_loss else None
+
+
+def named(blocks: Sequence[SparseBlock], names: Named, sums: list[float]) -> Mapping[str, float]:
+    """The metrics of a step's sums: first the blocks' `count_F`, all of one size, then those that `names` names."""
+    if not blocks:
+        return names(sums)
+    count = len(blocks) * len(blocks[0].experts.count_F)
+    count_MF = torch.tensor(sums[:count]).view(len(blocks), -1)
+    load_ME, loss = count_MF[:, :-1], count_MF[:, -1].sum()
+    peak_M, unused = load_ME.amax(1) / load_ME.mean(1), (load_ME == 0).float().mean()
+    own = {"load_max/mean": peak_M.mean(), "load_max/max": peak_M.max(), "unused_experts": unused, "aux_loss": loss}
+    return {**names(sums[count:]), **{f"moe/{name}": value.item() for name, value in own.items()}}

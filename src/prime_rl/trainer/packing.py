@@ -52,6 +52,7 @@ class MicroBatch:
     cu_seqlens: Tensor  # [D + 1] int32
     boundaries: npt.NDArray[np.int32]  # the same, always on the host
     max_seqlen: int
+    tokens: int  # without padding
     loss_index: Tensor  # [L] int64
     labels: Tensor  # [L] int64
     inv_temperature: Tensor  # [L] float32
@@ -171,6 +172,7 @@ def collate(
         cu_seqlens=torch.from_numpy(boundaries),
         boundaries=boundaries,
         max_seqlen=int(lengths.max()),
+        tokens=total,
         loss_index=torch.from_numpy(labels - 1),
         labels=torch.from_numpy(ids[labels]),
         inv_temperature=torch.from_numpy(np.repeat(cooling, lengths)[labels]),

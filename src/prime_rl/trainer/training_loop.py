@@ -17,7 +17,7 @@ from prime_rl.config.shared import TRAINER_STEPS
 from prime_rl.config.trainer import ConstantScheduler, FakeData, WeightsConfig
 from prime_rl.monitor import read_status
 from prime_rl.monitor.monitor import bench_table
-from prime_rl.trainer import perf, router_replay
+from prime_rl.trainer import moe, perf, router_replay
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.lm_head import TokenLoss, add_up
 from prime_rl.trainer.loss import STREAMS, SequenceLoss
@@ -145,7 +145,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         report.status.ready()  # a restart may help against what fails from here on
         report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
 
-        rows = MetricRows(report, world.device)
+        rows, names = MetricRows(report, world.device), partial(moe.named, policy.sparse, recipe.names)
         exit_stack.push(rows.end)
         exit_stack.enter_context(watched(policy.memory))
         if served is not None and policy.compiled:  # the servers are loading meanwhile
@@ -173,6 +173,9 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
 
             lr = learning_rate(config.scheduler, config.optim.lr, step, config.max_steps)
             begun = now(world.device)
+            balance = config.model.moe_aux_loss  # times the mean over layers and tokens
+            for block in policy.sparse if balance else ():
+                block.router.loss_scale.fill_(balance / len(policy.sparse) / batch.tokens)
             sums = forward_backward(policy, batch.batches, recipe.loss, world)
             graded = now(world.device)
             rows.flush()  # of the step before: the device has this one's forward and backward to go on with
@@ -194,7 +197,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
             }
             ideal = perf.ideal_seconds(costs.of(batch.lengths).sum(), world)
             sums_norm = sum_on_device(world, sums, norm)
-            row = StepMetrics(step, sums_norm, moments, recipe.names, known, batch.tokens, ideal)
+            row = StepMetrics(step, sums_norm, moments, names, known, batch.tokens, ideal)
             rows.put(row)
 
             kind, weights, saving = checkpoints.due(step + 1), None, 0.0
@@ -252,7 +255,7 @@ def forward_backward(
     """Compute the gradients of the summed losses of this rank's micro-batches. Every rank must pass as many of them.
 
     The streams must already be divided by the global counts: gradients are summed over micro-batches and ranks, never
-    averaged. Returns the metric sums [M] of this rank, on the device; nothing waits for the device here.
+    averaged. Returns this rank's metric sums (of experts: `moe.named`) on the device, for which nothing waits here.
     """
     total = None
     for i, host in enumerate(batches):
@@ -262,6 +265,8 @@ def forward_backward(
             unit.set_reshard_after_backward(policy.frees_weights or is_last, recurse=False)
             unit.set_requires_all_reduce(is_last, recurse=False)  # replicas exchange what all micro-batches add up to
         loss, sums = policy(to_device(host, world.device), loss_of)
+        if policy.sparse:
+            sums = torch.cat([*(block.experts.count_F for block in policy.sparse), sums])
         loss.backward()
         total = sums if total is None else add_up([total, sums])
     assert total is not None, "a step has at least one micro-batch on every rank"
@@ -289,9 +294,9 @@ def warm_up(
 ) -> None:
     """Compile blocks, loss and the scoring of versions. Every rank calls it, where anything is compiled.
 
-    Weights and states of the optimizer stay as they are. Blocks are compiled for the longest
-    micro-batch, then, since another number of tokens follows, once for any: those that the run packs later compile
-    nothing. Both are as long as `seq_len` allows, so that what does not fit into memory fails here as in a step.
+    Weights and states of the optimizer stay as they are. Blocks are compiled for the longest micro-batch, then, since
+    another number of tokens follows, once for any: those that the run packs later compile nothing. Both are as long as
+    `seq_len` allows, so that what does not fit into memory fails here as in a step.
 
     Args:
         multiple_of: Micro-batches are padded to a multiple of so many tokens.

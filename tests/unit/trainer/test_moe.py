@@ -1,10 +1,13 @@
 """Experts of every family: routed in float32, chosen once, compiled once; their files are those of the family."""
 
 import shutil
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -16,9 +19,12 @@ from prime_rl.errors import UserError
 from prime_rl.trainer import moe, parameters, router_replay
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy
+from prime_rl.trainer.moe import named
 from prime_rl.trainer.packing import collate, to_device
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.parameters import StoredTensor
+from prime_rl.trainer.parameters import StoredTensor, named_parameters
+from prime_rl.trainer.sft.train import means
+from prime_rl.trainer.training_loop import forward_backward
 from prime_rl.trainer.weight_copy import WeightCopy
 from support import trainer as support
 from support.architectures import LENGTHS, build_reference, tiny_config
@@ -184,3 +190,66 @@ def test_routers_of_a_family(family: str, tmp_path: Path) -> None:
             got = model(ids, use_cache=False).logits
             assert all(map(torch.equal, seen, chosen))
             assert (chosen is own) == torch.allclose(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("level", ["none", "pointwise", "full", "compiled", "replayed"])
+def test_a_token_is_counted_once(level: str, moe_model: Path, make_policy: Callable[..., Policy], world: World) -> None:
+    """Contract: of all micro-batches, no padding, although backward computes blocks again; replayed experts count."""
+    dtype, routers = "bfloat16" if level == "compiled" else "float32", router_replay.Routers(2, (0, 1), 2, 5)
+    experts, chosen = np.broadcast_to(np.array([3, 4], dtype=np.int16), (2, 9, 2)), list[Tensor]()
+    groups = [[replace(each, experts=experts) for each in support.random_documents(n)] for n in ((17, 40), (9,), ())]
+    batches = [collate(group, 1, 16, routers if level == "replayed" else None) for group in groups]
+    plain = make_policy(moe_model, dtype=dtype)
+    for block in plain.sparse:
+        block.experts.register_forward_pre_hook(lambda _, inputs: chosen.append(inputs[1]))
+    for batch in batches:
+        plain(batch, cross_entropy)
+        chosen[-2:] = [each[: batch.tokens].flatten().bincount(minlength=5) for each in chosen[-2:]]
+    counts = torch.stack(chosen).view(3, 2, 5).sum(0).float()
+    checkpointing = {"compiled": "attention", "replayed": "wide"}.get(level, level)
+    policy = make_policy(moe_model, dtype=dtype, activation_checkpointing=checkpointing, compile=level == "compiled")
+    sums = forward_backward(policy, batches, cross_entropy, world).tolist()
+    assert torch.tensor(sums[:12]).view(2, 6)[:, :5].tolist() == counts.tolist()
+    metrics, peaks = named(policy.sparse, means, sums), counts.amax(1) / (66 * 2 / 5)
+    assert metrics["moe/load_max/mean"] == pytest.approx(peaks.mean())
+    assert metrics["moe/load_max/max"] == pytest.approx(peaks.max())
+    assert metrics["moe/unused_experts"] == (counts == 0).float().mean()
+    assert metrics["loss/mean"] == sums[12]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "granitemoe"])
+def test_auxiliary_loss(family: str, make_policy: Callable[..., Policy], world: World, tmp_path: Path) -> None:
+    """Contract: value and gradients of transformers' function, the mean over layers and, by tokens, micro-batches."""
+    build_reference(tiny_config(family), tmp_path)
+    policy = make_policy(tmp_path, moe_aux_loss=0.5, activation_checkpointing="pointwise")
+    logits, want = list[Tensor](), torch.zeros(())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    balance: Any = vars(sys.modules[type(model).__module__])["load_balancing_loss_func"]
+    for block in moe.sparse_blocks(model):
+        block.router.register_forward_hook(lambda _, __, out: logits.append(next(o for o in out if o.shape[-1] > 2)))
+    batches = [collate(support.random_documents((tokens,)), 1, 16) for tokens in (17, 40)]
+    for batch in batches:
+        batch.streams.zero_()  # no other loss
+        model(batch.input_ids[None, : batch.tokens])
+        for of_layer in logits[-2:]:
+            want = want + 0.5 * batch.tokens / 57 / 2 * balance((of_layer,), of_layer.shape[1], 2)
+    want.backward()
+    for block in policy.sparse:
+        block.router.loss_scale.fill_(0.5 / 57 / 2)
+    sums = forward_backward(policy, batches, cross_entropy, world).tolist()
+    assert named(policy.sparse, means, sums)["moe/aux_loss"] == pytest.approx(want.item(), rel=1e-5)
+    assert all(parameter.grad.any() for parameter in moe.router_parameters(model))
+    for (name, parameter), other in zip(named_parameters(policy), model.parameters(), strict=True):
+        gradient = torch.zeros_like(other) if other.grad is None else other.grad
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradient, atol=1e-5, rtol=1e-4, msg=name)
+
+
+REFUSED = [("qwen3", "aux_loss"), ("jamba", "aux_loss"), ("deepseek_v3", "aux_loss")]
+
+
+@pytest.mark.parametrize(("family", "key"), REFUSED)
+def test_others_are_refused(family: str, key: str, make_policy: Callable[..., Policy], tmp_path: Path) -> None:
+    build_reference(tiny_config(family), tmp_path)
+    with pytest.raises(UserError, match=f"^model.moe_{key}: .*ForCausalLM has no routers with"):
+        make_policy(tmp_path, **{f"moe_{key}": 1e-3})
