@@ -218,6 +218,7 @@ class TrainerModel(ModelConfig):
     reshard_after_forward: bool | None = option(None, "Free gathered parameters until backward (None: as memory asks).")
     dp_replicate: PositiveInt = option(1, "Groups of ranks, each of which shards a whole copy (HSDP).")
     moe_aux_loss: NonNegativeFloat = option(0.0, "Weight of the loss that balances the experts' load (0: none).")
+    moe_bias_update: NonNegativeFloat = option(0.0, "Step of routers' correction biases to the mean load (0: none).")
 
 
 class ExportConfig(Section):

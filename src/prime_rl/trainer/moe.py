@@ -255,6 +255,8 @@ def set_up_balance(lm: PreTrainedModel, config: TrainerModel, device: torch.devi
     blocks, has_loss = sparse_blocks(lm), "load_balancing_loss_func" in vars(sys.modules[type(lm).__module__])
     if config.moe_aux_loss and not (blocks and has_loss and type(blocks[0].router).__base__ is not nn.Linear):
         raise UserError(f"model.moe_aux_loss: {type(lm).__name__} has no routers with transformers' auxiliary loss")
+    if config.moe_bias_update and not 0 < len(blocks) == len(correction_biases(blocks)):
+        raise UserError(f"model.moe_bias_update: {type(lm).__name__} has no routers with a correction bias")
     for _, router, experts in blocks:
         router.count_F = experts.count_F = torch.zeros(router.expert_count + 1, device=device)
         router.loss_scale = torch.zeros((), device=device) if config.moe_aux_loss else None
@@ -270,3 +272,17 @@ def named(blocks: Sequence[SparseBlock], names: Named, sums: list[float]) -> Map
     peak_M, unused = load_ME.amax(1) / load_ME.mean(1), (load_ME == 0).float().mean()
     own = {"load_max/mean": peak_M.mean(), "load_max/max": peak_M.max(), "unused_experts": unused, "aux_loss": loss}
     return {**names(sums[count:]), **{f"moe/{name}": value.item() for name, value in own.items()}}
+
+
+def correction_biases(blocks: Sequence[SparseBlock]) -> list[Tensor]:
+    """What routers add to their E scores to choose by, where it is a buffer."""
+    buffers = [(block.router.expert_count, *each) for block in blocks for each in block.module.named_buffers()]
+    return [each for count, name, each in buffers if name.endswith("bias") and each.numel() == count]
+
+
+@torch.no_grad()
+def update_biases(blocks: Sequence[SparseBlock], sums: Tensor, rate: float) -> None:
+    """Raise by `rate` the correction biases of experts below the mean load, lower the others (arXiv:2412.19437)."""
+    for number, bias in enumerate(correction_biases(blocks) if rate else ()):
+        load_E = sums.narrow(0, number * (bias.numel() + 1), bias.numel())
+        bias.add_((load_E.mean() - load_E).sign().view_as(bias), alpha=rate)

@@ -197,6 +197,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
             }
             ideal = perf.ideal_seconds(costs.of(batch.lengths).sum(), world)
             sums_norm = sum_on_device(world, sums, norm)
+            moe.update_biases(policy.sparse, sums, config.model.moe_bias_update)
             row = StepMetrics(step, sums_norm, moments, names, known, batch.tokens, ideal)
             rows.put(row)
 

@@ -25,7 +25,7 @@ _INDEX = "index.json"
 
 
 class StateTensor(NamedTuple):
-    """This rank's rows of a tensor, and the shape of the whole. A number (of shape []) is the same on every rank."""
+    """This rank's rows of a tensor, and the shape of the whole; [] of what is whole on every rank, as numbers are."""
 
     local: Tensor
     shape: list[int]
@@ -36,7 +36,7 @@ State = dict[str, StateTensor]
 
 @torch.no_grad()
 def training_state(model: nn.Module, optimizer: ShardedOptimizer) -> State:
-    """Views of the parameters and of their optimizer states, which may be read on the host."""
+    """Views of the parameters, of their optimizer states and of routers' correction biases, to be read on the host."""
     optimizer.settle()
     state = {}
     for full_name, parameter in model.named_parameters():
@@ -44,6 +44,9 @@ def training_state(model: nn.Module, optimizer: ShardedOptimizer) -> State:
         state[f"model.{name}"] = StateTensor(local_part(parameter).detach(), shape)
         for key, value in optimizer.state.get(parameter, {}).items():
             state[f"optimizer.{name}.{key}"] = StateTensor(value, shape if value.ndim else [])
+    for full_name, buffer in model.state_dict(keep_vars=True).items():
+        if not isinstance(buffer, nn.Parameter) and buffer.is_floating_point():
+            state[f"model.{plain_name(full_name)}"] = StateTensor(buffer, [])
     return state
 
 

@@ -10,22 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer import moe, parameters, router_replay
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy
-from prime_rl.trainer.moe import named
+from prime_rl.trainer.moe import correction_biases, named, update_biases
 from prime_rl.trainer.packing import collate, to_device
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import StoredTensor, named_parameters
 from prime_rl.trainer.sft.train import means
 from prime_rl.trainer.training_loop import forward_backward
 from prime_rl.trainer.weight_copy import WeightCopy
+from prime_rl.transport.weights import weights_manifest
 from support import trainer as support
 from support.architectures import LENGTHS, build_reference, tiny_config
 
@@ -245,7 +247,7 @@ def test_auxiliary_loss(family: str, make_policy: Callable[..., Policy], world: 
         torch.testing.assert_close(parameter.grad.full_tensor(), gradient, atol=1e-5, rtol=1e-4, msg=name)
 
 
-REFUSED = [("qwen3", "aux_loss"), ("jamba", "aux_loss"), ("deepseek_v3", "aux_loss")]
+REFUSED = [("qwen3", "aux_loss"), ("jamba", "aux_loss"), ("deepseek_v3", "aux_loss"), ("mixtral", "bias_update")]
 
 
 @pytest.mark.parametrize(("family", "key"), REFUSED)
@@ -253,3 +255,29 @@ def test_others_are_refused(family: str, key: str, make_policy: Callable[..., Po
     build_reference(tiny_config(family), tmp_path)
     with pytest.raises(UserError, match=f"^model.moe_{key}: .*ForCausalLM has no routers with"):
         make_policy(tmp_path, **{f"moe_{key}": 1e-3})
+
+
+def test_correction_biases(run_training: Callable[[TrainerConfig], None], tmp_path: Path) -> None:
+    """Contract: those of experts above the mean load fall, others rise. They are exported, also from a run that went on
+    from a checkpoint, and the exported model computes what the trainer does."""
+    build_reference(tiny_config("deepseek_v3"), tmp_path / "model")
+    moe.set_up(lm := AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), "m")
+    (bias,) = correction_biases(blocks := moe.sparse_blocks(lm))
+    before, found = bias.clone(), []
+    update_biases(blocks, torch.tensor([9.0, 2.0, 5.0, 4.0, 0.0, 7.0]), 0.25)
+    torch.testing.assert_close(bias - before, torch.tensor([-0.25, 0.25, 0.0, 0.25]))
+    for ends in ((3,), (1, 3)):  # odd numbers of updates, which cannot cancel
+        support.write_rollouts(directory := tmp_path / str(len(ends)), 3)
+        for resumed, end in enumerate(ends):
+            ckpt = {"interval": 1, "resume_step": resumed or None}
+            config = support.make_config(directory, tmp_path / "model", max_steps=end, ckpt=ckpt)
+            model = config.model.model_copy(update={"moe_bias_update": 0.25})
+            run_training(config.model_copy(update={"model": model}))
+        version = directory / "weights" / "step_3"
+        found.append(load_file(version / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"])
+    assert torch.equal(*found)
+    assert ((found[0] - before).abs() > 0.2).any()
+    reference: Any = weights_manifest(version).reference
+    ids, lm = torch.tensor(reference.tokens), AutoModelForCausalLM.from_pretrained(version, dtype=torch.float32)
+    own = lm(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist()
+    assert reference.logprobs == pytest.approx(own, abs=1e-4)
