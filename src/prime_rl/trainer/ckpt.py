@@ -25,15 +25,7 @@ from prime_rl.trainer.parallel import World, agree, background_world, broadcast,
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport import checkpoints, incarnations
-from prime_rl.transport.commit import (
-    Stage,
-    clean_stages,
-    list_steps,
-    prune,
-    read_manifest,
-    step_dir,
-    subject_of,
-)
+from prime_rl.transport.commit import Stage, clean_stages, list_steps, prune, read_manifest, step_dir, subject_of
 from prime_rl.transport.protocol import current_incarnation
 from prime_rl.transport.settings import suggestions
 from prime_rl.transport.weights import hash_directory, version_hash, weights_manifest
@@ -193,10 +185,7 @@ class Checkpoints:
         return any(self.due(step) == "checkpoint" for step in range(version, version + async_level + 1))
 
     def save(
-        self,
-        progress: Progress,
-        kind: Kind = "checkpoint",
-        dependencies_committed: Callable[[], bool] = lambda: True,
+        self, progress: Progress, kind: Kind = "checkpoint", dependencies_committed: Callable[[], bool] = lambda: True
     ) -> None:
         """Commit the training state. In the background: return once a copy of it is begun.
 

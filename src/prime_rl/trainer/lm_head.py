@@ -44,9 +44,6 @@ class HeadForm:
 
 PLAIN = HeadForm()
 
-Differentiated = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
-"""The arguments of a token loss -> (loss, sums, d logprob [C], d entropy [C])"""
-
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The precision of statistics for inputs of `dtype`."""
@@ -151,8 +148,7 @@ def fused_token_loss(
         compiled: Compile `token_loss` and its gradient, once for all sizes: in eager mode their many operations on [C]
             cost more than the logits.
 
-    Returns:
-        loss [] (differentiable in hidden, weight and bias, once), sums [M] (not differentiable).
+    Returns loss [] (differentiable in hidden, weight and bias, once) and sums [M] (not differentiable).
     """
     inv_t = form.fold(inv_temperature_N)
     return _FusedTokenLoss.apply(
@@ -202,8 +198,11 @@ def _multiply(
 
 
 @functools.cache
-def _differentiated(token_loss: TokenLoss, compiled: bool) -> Differentiated:
-    """Return one function for `token_loss` and its gradients, which compiles to one graph without autograd outside."""
+def _differentiated(token_loss: TokenLoss, compiled: bool) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
+    """Return one function for `token_loss` and its gradients, which compiles to one graph without autograd outside.
+
+    From the arguments of a token loss to (loss, sums, d logprob [C], d entropy [C]).
+    """
     both = torch.func.grad_and_value(token_loss, argnums=(0, 1), has_aux=True)
 
     def run(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -128,8 +128,7 @@ class SequenceLoss:
 def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
     """The RL loss of `config`: its policy loss, plus cross-entropy and reference-KL terms where their streams say so.
 
-    Raises:
-        UserError: a custom loss cannot be imported, does not take its arguments, or gives no loss of tokens.
+    Raises UserError if a custom loss cannot be imported, does not take its arguments, or gives no loss of tokens.
     """
     policy_loss: Callable[..., tuple[Tensor, Tensor]]
     if config.type == "custom":

@@ -43,8 +43,7 @@ class SparseBlock(NamedTuple):
 def set_up(lm: PreTrainedModel, name: str) -> None:
     """Have the model's experts computed by `mix` and its routers called through `route`. Does nothing in a dense model.
 
-    Raises:
-        UserError: the model has experts that do not go through transformers' interface.
+    Raises UserError if the model has experts that do not go through transformers' interface.
     """
     blocks = sparse_blocks(lm)
     known = {block.experts for block in blocks}

@@ -81,12 +81,7 @@ class Costs:
         return self.linear * sizes + self.quadratic * sizes**2
 
 
-def plan(
-    lengths: Sequence[int] | Ints,
-    seq_len: int,
-    ranks: int,
-    costs: Costs | None = None,
-) -> list[list[list[int]]]:
+def plan(lengths: Sequence[int] | Ints, seq_len: int, ranks: int, costs: Costs | None = None) -> list[list[list[int]]]:
     """Assign every sample to one micro-batch of one rank.
 
     Ranks work in lockstep, so the micro-batches of one micro-step must cost the same. Samples go longest first into the
@@ -96,11 +91,8 @@ def plan(
         lengths: Tokens of each sample.
         seq_len: Most tokens of a micro-batch.
 
-    Returns:
-        plan[rank][micro_step] = ascending sample indices; as many micro-steps on every rank, some possibly empty.
-
-    Raises:
-        UserError: a sample is longer than `seq_len`.
+    Returns plan[rank][micro_step] = ascending sample indices; as many micro-steps on every rank, some possibly empty.
+    Raises UserError if a sample is longer than `seq_len`.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if sizes.size and sizes.max() > seq_len:
@@ -242,9 +234,8 @@ class StepData:
 
 
 _POLL_SECONDS = 0.05
-
+# Called again and again while a source waits, with what it waits for, who owes it, and the time limit in seconds.
 OnWait = Callable[[str, str, float], None]
-"""Called again and again while a source waits, with what it waits for, who owes it, and the time limit in seconds."""
 
 
 class StepSource:
@@ -279,8 +270,7 @@ class StepSource:
     def read(self, step: int) -> StepData:
         """This rank's micro-batches of a step; the thread goes on to the next one.
 
-        Raises:
-            UserError: on any rank, the data is malformed, does not fit the model, or takes too long to prepare.
+        Raises UserError if, on any rank, it is malformed, does not fit the model, or takes too long to prepare.
         """
         return agree(self.world, lambda: self._take(step))
 

@@ -68,8 +68,7 @@ def init_world(device: str, timeout: float, replicate: int = 1) -> World:
         timeout: Seconds after which a collective that a rank never joined fails.
         replicate: Replicas of the training state, each sharded over as many ranks.
 
-    Raises:
-        UserError: there is no such device, or the ranks cannot be divided among the replicas.
+    Raises UserError if there is no such device, or the ranks cannot be divided among the replicas.
     """
     # The loop releases the interpreter with every operator, and would wait 5 ms (Python's default) to take it back from
     # a thread that packs or exports: on small steps longer than the GPU takes for what is queued.
@@ -105,7 +104,6 @@ def init_world(device: str, timeout: float, replicate: int = 1) -> World:
 
 
 def close_world() -> None:
-    """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from prime_rl.config.trainer import (
-        CISPOLoss,
-        DefaultLoss,
-        GRPOLoss,
-        GSPOLoss,
-        IPOLoss,
-        PPOClipLoss,
-        ReinforceLoss,
-    )
+    from prime_rl.config.trainer import CISPOLoss, DefaultLoss, GRPOLoss, GSPOLoss, IPOLoss, PPOClipLoss, ReinforceLoss
 
 PolicyTerm = tuple[Tensor, Tensor]
 

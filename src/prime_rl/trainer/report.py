@@ -98,14 +98,12 @@ class Report:
             self._monitor = Monitor(config.output_dir, self.process, config.monitor, config.model_dump(mode="json"))
 
     def phase(self, text: str) -> None:
-        """A new phase of work."""
         if self._status is not None:
             self._status.phase(text)
         if self.main:
             logger.debug(text)
 
     def text(self, text: str) -> None:
-        """Something for people."""
         if self.main:
             logger.info(text)
 
@@ -116,11 +114,7 @@ class Report:
         return self._status
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a step's numbers and print its line.
-
-        Raises:
-            UserError: the disk is full.
-        """
+        """Record a step's numbers and print its line. Raises UserError if the disk is full."""
         self.more_metrics(step, metrics)
         if self.main:
             last = self.config.max_steps
@@ -134,15 +128,13 @@ class Report:
                 self._monitor.log(step, metrics)
 
     def close(self, outcome: str, text: str) -> None:
-        """Last word of the run."""
         if self._monitor is not None:
             logger.info("{}: {}", outcome, text)
             self._monitor.close()
         self.status.done(outcome)
 
 
-Named = Callable[[list[float]], Mapping[str, float]]
-"""A step's metrics by name, from its sums."""
+Named = Callable[[list[float]], Mapping[str, float]]  # a step's metrics by name, from its sums
 
 
 @dataclass(frozen=True)

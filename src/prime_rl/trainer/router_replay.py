@@ -17,8 +17,7 @@ from prime_rl.errors import UserError
 from prime_rl.trainer.moe import SparseBlock, sparse_blocks
 from prime_rl.trainer.source import one_line
 
-Chosen = npt.NDArray[np.int16]
-"""(M, T, K) expert ids; -1 where the engine chose none and the trainer's router does."""
+Chosen = npt.NDArray[np.int16]  # [M, T, K] experts; -1 where the engine chose none and the trainer's router does
 
 
 class Routers(NamedTuple):
@@ -33,8 +32,7 @@ class Routers(NamedTuple):
 def set_up(layers: nn.ModuleList, name: str) -> Routers:
     """Return the routers of a model's layers, and let compiled blocks replace their choice.
 
-    Raises:
-        UserError: it has none, or of several sizes, or one whose choice cannot be replaced.
+    Raises UserError if it has none, or of several sizes, or one whose choice cannot be replaced.
     """
     blocks = {number: block for number, layer in enumerate(layers) for block in sparse_blocks(layer)}
     sizes = {(_replaced_experts(block, name), block.router.expert_count) for block in blocks.values()}
@@ -49,8 +47,7 @@ def set_up(layers: nn.ModuleList, name: str) -> Routers:
 def _replaced_experts(block: SparseBlock, name: str) -> int:
     """Return how many experts a router chooses for a token, by trying it with random weights on the CPU.
 
-    Raises:
-        UserError: with others to replay it does not return those.
+    Raises UserError if it does not return others that are to be replayed.
     """
     router, draw = block.router, torch.Generator().manual_seed(0)
     tensors = (*router.named_parameters(), *router.named_buffers())
@@ -82,8 +79,7 @@ def _replaced_experts(block: SparseBlock, name: str) -> int:
 def chosen_experts(rows: npt.NDArray[np.unsignedinteger], routers: Routers, sample: str) -> Chosen:
     """Return what the engine chose for a sample's first N tokens, [M, N, K], of its rows [N, layers · K].
 
-    Raises:
-        UserError: no router of this model chose them.
+    Raises UserError if no router of this model chose them.
     """
     if rows.shape[1] != routers.layers * routers.k:
         raise UserError(

@@ -24,15 +24,7 @@ from prime_rl.trainer.loss import STREAMS, SequenceLoss
 from prime_rl.trainer.memory import watched
 from prime_rl.trainer.model import Policy, build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, clip_gradients, learning_rate
-from prime_rl.trainer.packing import (
-    Document,
-    MicroBatch,
-    StepSource,
-    collate,
-    pads_to,
-    pinned,
-    to_device,
-)
+from prime_rl.trainer.packing import Document, MicroBatch, StepSource, collate, pads_to, pinned, to_device
 from prime_rl.trainer.parallel import World, close_world, init_world, now
 from prime_rl.trainer.policy_check import check_policy
 from prime_rl.trainer.reference_scorer import ReferenceScorer

@@ -215,11 +215,7 @@ class WeightPublisher:
             )
 
     def _commit(
-        self,
-        version: int,
-        durable: bool,
-        scored: Callable[[], LogprobReference] | None,
-        check: Callable[[], object],
+        self, version: int, durable: bool, scored: Callable[[], LogprobReference] | None, check: Callable[[], object]
     ) -> Times:
         world = self._background
         try:

@@ -87,12 +87,7 @@ class Stage:
             self.path.mkdir(parents=True, exist_ok=True)
 
     def commit(
-        self,
-        *,
-        step: int,
-        producer: str,
-        extra: dict[str, Any] | None = None,
-        hashes: dict[str, str] | None = None,
+        self, *, step: int, producer: str, extra: dict[str, Any] | None = None, hashes: dict[str, str] | None = None
     ) -> None:
         """Make everything durable and rename it to its final name.
 

@@ -99,12 +99,7 @@ def as_array(values: "Sequence[Any] | npt.NDArray[Any]", dtype: npt.DTypeLike) -
         raise ValueError(f"a list of {len(values)} numbers does not fit {wanted}: {error}") from error
 
 
-def write_batch(
-    root: Path,
-    step: int,
-    samples: Sequence[Sample],
-    extra: dict[str, Any] | None = None,
-) -> Path:
+def write_batch(root: Path, step: int, samples: Sequence[Sample], extra: dict[str, Any] | None = None) -> Path:
     """Commit the samples of one step under `root`.
 
     The manifest lists the sample ids, and each sample's length and number of loss tokens, so that packing need not

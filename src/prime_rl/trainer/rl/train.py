@@ -22,8 +22,7 @@ def train(config: TrainerConfig) -> None:
 def make_recipe(config: TrainerConfig) -> Recipe:
     """RL: rollouts or fake samples, a policy loss, and a version for servers after every step.
 
-    Raises:
-        UserError: a loss of the user's own cannot be used.
+    Raises UserError if a loss of the user's own cannot be used.
     """
     return Recipe(
         tokens=config.seq_len,

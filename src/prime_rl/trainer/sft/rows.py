@@ -48,14 +48,8 @@ def row_steps(
     Rows come in the order of `row_order`, and all samples of a row are in one step. Rows that cannot be trained on are
     dropped: nothing is truncated, because half a conversation would teach to break off.
 
-    Args:
-        tokenize: From the index of a row to its samples.
-
-    Yields:
-        samples, rows taken for them, and how many of those were dropped, by reason.
-
-    Raises:
-        UserError: whole epochs have nothing to train on, or a row is malformed (names it).
+    Yields samples, rows taken for them, and how many of those were dropped, by reason; `tokenize` goes from the index
+    of a row to its samples. Raises UserError if whole epochs have nothing to train on, or a row is malformed.
     """
     empty = np.full(data.batch_size, data.seq_len)
     room, step, used, dropped = empty, list[Tokens](), 0, Counter[str]()
