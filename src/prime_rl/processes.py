@@ -168,11 +168,7 @@ class Child:
     """
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], output: int | IO[bytes]) -> None:
-        """Start it; `output` takes its standard output and error.
-
-        Raises:
-            OSError: the program cannot be executed.
-        """
+        """Start it; `output` takes its standard output and error. Raises OSError: the program cannot be executed."""
         mark = f"{_MARK}{os.getpid()}_{time.monotonic_ns()}"
         self._mark = f"{mark}=1"
         self._popen = subprocess.Popen(

@@ -61,11 +61,7 @@ async def wait_async(
 
 
 async def within(awaitable: Awaitable[T], *, subject: str, owner: str, seconds: float) -> T:
-    """Await something that ends by itself, at most `seconds`.
-
-    Raises:
-        WaitTimeout: it did not; it has been cancelled.
-    """
+    """Await something that ends by itself, at most `seconds`. Raises WaitTimeout: it did not; it has been cancelled."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await awaitable

@@ -218,11 +218,7 @@ def to_toml(config: BaseConfig) -> str:
 
 
 def write_toml(config: BaseConfig, path: Path) -> None:
-    """Write `to_toml(config)` to `path`, whole or not at all, and make its directory.
-
-    Raises:
-        UserError: the place cannot be written to.
-    """
+    """Write `to_toml(config)` to `path`, whole or not at all, and make its directory. Raises UserError."""
     staged = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -65,11 +65,8 @@ class Conversation:
         self._engine, self._base_url, self._sampling = engine, base_url, sampling
 
     async def reply(self, messages: list[Message], tools: list[Any] | None) -> Turn | None:
-        """Return the model's reply; None where the conversation exceeds the model's context, and may end there.
-
-        Raises:
-            CallFailed: the engine does not answer, or refuses, or the first prompt fills the context; also ever after.
-        """
+        """Return the model's reply; None where the conversation exceeds the model's context, and may end there. Raises
+        CallFailed, also ever after: the engine does not answer, or refuses, or the first prompt fills the context."""
         if self.failure is not None:
             raise self.failure
         history = [_comparable(message) for message in messages]

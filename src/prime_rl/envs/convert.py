@@ -185,10 +185,7 @@ def convert(result: EpisodeResult, episode: Any, tokens: bool = True, branched: 
 
 def turns_of(trace: Any) -> list[Turn]:
     """The turns of all branches of a verifiers trace that may be trained on, as they were made.
-
-    Raises:
-        Misaligned: the graph does not concatenate to what the engine was sent and sampled.
-    """
+    Raises Misaligned: the graph does not concatenate to what the engine was sent and sampled."""
     usages = {call.node: call.usage for call in trace.calls if call.error is None and call.usage is not None}
     numbers = {id(node): number for number, node in enumerate(trace.nodes)}
     turns: dict[int, Turn] = {}

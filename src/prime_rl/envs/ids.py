@@ -68,10 +68,7 @@ def installed() -> list[str]:
 
 def check_version(environment_id: str) -> None:
     """The version after the `@` of an id, if there is one, is the installed one. `latest` is any.
-
-    Raises:
-        LoadError: it is not, or no package says which one is; the message names both.
-    """
+    Raises LoadError, which names both: it is not, or no package says which one is."""
     _, at_sign, wanted = environment_id.rpartition("/")[2].partition("@")
     if not at_sign or wanted == "latest":
         return

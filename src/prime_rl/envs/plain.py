@@ -76,10 +76,7 @@ class Chat:
 
     async def __call__(self, said: str | list[Message] | None = None) -> Reply | None:
         """The model's reply to the conversation with what is `said`; None when it is over.
-
-        Raises:
-            CallFailed: the engine does not answer. The episode ends with that, whatever `rollout` makes of it.
-        """
+        Raises CallFailed: the engine does not answer. The episode ends with that, whatever `rollout` makes of it."""
         new = [] if said is None else [{"role": "user", "content": said}] if isinstance(said, str) else said
         self.messages = [*self.messages, *new]
         if not self.messages:

@@ -194,13 +194,8 @@ class EnvPool:
         self._exit_stack = ExitStack()
 
     async def start(self, timeout: float = 300.0) -> None:
-        """Start the workers and wait until one of each environment is ready.
-
-        `timeout` (seconds) also bounds later starts.
-
-        Raises:
-            UserError: not found, failing to import or load, bad arguments, no chat template, not ready in time.
-        """
+        """Start the workers and wait until one of each environment is ready; `timeout` (s) bounds later starts, too.
+        Raises UserError: not found, failing to import or load, bad arguments, no chat template, not ready in time."""
         self._start_timeout = timeout
         # Short: socket paths are limited to 107 bytes.
         directory = tempfile.TemporaryDirectory(prefix="prime-envs-", ignore_cleanup_errors=True)

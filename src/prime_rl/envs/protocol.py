@@ -252,10 +252,7 @@ def _plain(value: Any) -> Any:
 
 def decode(frame: bytes) -> Message:
     """Read one frame. What is in its fields is not checked: both sides are ours, of one version.
-
-    Raises:
-        ProtocolError: not msgpack, an unknown kind, a missing or unknown field.
-    """
+    Raises ProtocolError: not msgpack, an unknown kind, a missing or unknown field."""
     try:
         data = msgpack.unpackb(frame)
         kind = _KINDS[data.pop("kind")]

@@ -65,10 +65,7 @@ class Toolbox:
 
     async def call(self, name: str, arguments: str) -> str:
         """The answer to one call of the model, whose arguments are meant to be a JSON object.
-
-        Raises:
-            vf.ToolsetError: the server is gone.
-        """
+        Raises vf.ToolsetError: the server is gone."""
         self.metrics["tool_calls"] += 1
         try:
             if name == MALFORMED_CALL:

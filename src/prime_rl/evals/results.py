@@ -113,11 +113,8 @@ class EvalResults:
         self.rows = {attempt: row for attempt, row in self.rows.items() if row["reward"] is not None}
 
     def add(self, number: int, result: EpisodeResult) -> None:
-        """Keep attempt `number` at a task. A line that was written survives a kill.
-
-        Raises:
-            UserError: the disk is full, or fails.
-        """
+        """Keep attempt `number` at a task. A written line survives a kill.
+        Raises UserError: the disk is full, or fails."""
         row: dict[str, Any] = {"attempt": number, "version": self.version, "outcome": str(result.outcome)}
         row |= {name: getattr(result, name) for name in _KEPT_FIELDS}
         for name in ("rewards", "metrics"):  # JSON has no numbers but finite ones

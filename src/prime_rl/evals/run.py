@@ -151,10 +151,7 @@ class Evaluation:
 
     async def serve(self, fleet: ReplicaPool, weights: WeightsManifest | None) -> tuple[int, str]:
         """Have all servers that answer load and verify a policy. Returns the version and the hash that they serve.
-
-        Raises:
-            UserError: none answers, one of them failed to load it, or serves something else.
-        """
+        Raises UserError: none answers, one of them failed to load it, or serves something else."""
         self._status.phase(f"loading version {BASE if weights is None else weights.version}")
         healthy = await fleet.wait_ready(self._status.waiting)
         await asyncio.gather(*(self._load(replica, weights) for replica in healthy))
@@ -296,10 +293,7 @@ def _chosen(config: EvalConfig, committed: Sequence[int]) -> list[int]:
 
 def check_versions(config: EvalConfig) -> None:
     """Check what can be known before anything starts: the directory and the named versions exist.
-
-    Raises:
-        UserError: they do not; it lists those that do.
-    """
+    Raises UserError where they do not; it lists those that do."""
     directory = config.weights_dir
     if directory is None or config.follow:
         return
@@ -318,10 +312,7 @@ def check_versions(config: EvalConfig) -> None:
 
 async def way_of_asking(config: EvalConfig, on_wait: Callable[[str, str, float], None]) -> Literal["tokens", "chat"]:
     """Return `client.type`; for "auto" what the server's answer tells: one of ours says what it serves.
-
-    Raises:
-        UserError: nobody answers there.
-    """
+    Raises UserError where nobody answers there."""
     client = config.client
     if client.type != "auto" or len(client.base_urls) != 1 or client.admin_roots:
         return "chat" if client.type == "chat" else "tokens"

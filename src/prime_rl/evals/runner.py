@@ -67,11 +67,7 @@ class EvalRunner:
     superseded: Callable[[], bool] = lambda: False
 
     async def run(self) -> None:
-        """Run all that is missing.
-
-        Raises:
-            KeyRejected: the API rejected the key.
-        """
+        """Run all that is missing. Raises KeyRejected where the API rejected the key."""
         # One of each environment in turn, so that none waits for the end of another.
         turns = itertools.zip_longest(*map(_missing, self.results))
         todo = deque(attempt for turn in turns for attempt in turn if attempt is not None)
@@ -186,10 +182,7 @@ def env_pool(config: "EvalConfig | OrchestratorConfig", environments: "Sequence[
 
 def tasks_of(pool: EnvPool, plan: EvalPlan) -> Sequence[TaskInfo]:
     """Return the tasks that are to be attempted; warn where there are fewer than asked for.
-
-    Raises:
-        UserError: the environment is endless, and no number of tasks is set.
-    """
+    Raises UserError: the environment is endless, and no number of tasks is set."""
     tasks = pool.tasks(plan.worker)
     if plan.num_examples < 0 and isinstance(tasks, FirstTasks):
         raise UserError(f"environment {plan.env!r} is endless: set num_examples, the number of tasks to evaluate")

@@ -185,11 +185,7 @@ class ReplicaPool:
             replica.failures += 1
 
     async def wait_ready(self, on_wait: Callable[[str, str, float], None]) -> list[Replica]:
-        """Wait until one server at least is healthy. Returns those that are.
-
-        Raises:
-            UserError: none came up in time.
-        """
+        """Wait until one server at least is healthy. Returns those that are. Raises UserError: none came up in time."""
         waits = {asyncio.create_task(replica.client.wait_ready(on_wait)): replica for replica in self.replicas}
         pending, healthy = set(waits), list[Replica]()
         try:

@@ -323,10 +323,7 @@ class WeightSync:
 
     def _count_failures(self, failures: Mapping[Replica, LoadError], version: int, among: Sequence[Replica]) -> None:
         """Count failed loads, not those of a version not yet sent: replicas wait `weights_timeout` for it or a newer.
-
-        Raises:
-            LoadError: each of `among` has failed to load `_ATTEMPTS` times, or the trainer sent nothing for too long.
-        """
+        Raises LoadError: each of `among` has failed to load `_ATTEMPTS` times, or nothing was sent for too long."""
         for replica, error in failures.items():
             if isinstance(error, VersionNotSent):
                 seconds = self.config.weights_timeout
@@ -412,11 +409,7 @@ class WeightSync:
 
     async def _join(self, replica: Replica) -> None:
         """Bring a quarantined replica back; meanwhile other replicas take over its episodes.
-
-        Raises:
-            UserError: no replica was ready for `client.ready_timeout`.
-            LoadError: as `_count_failures`.
-        """
+        Raises LoadError as `_count_failures`, and UserError: no replica was ready for `client.ready_timeout`."""
         rest = backoff_seconds(replica.failures)
         delay, rested = RETRY_SECONDS, time.monotonic() + (rest if self.pool.ready else min(rest, RETRY_SECONDS))
         while replica.state is ReplicaState.QUARANTINED:  # bounded: `_check_ready_timeout`; the run's end cancels it
@@ -450,10 +443,7 @@ class WeightSync:
 
     async def _catch_up(self, replica: Replica, verified: bool) -> bool:
         """Have a healthy replica load what the others serve, and let it in. False: what they serve is changing.
-
-        Raises:
-            LoadError: it did not load it.
-        """
+        Raises LoadError where it did not load it."""
         scheduler = self.scheduler
         version, incarnation = scheduler.version, scheduler.incarnation
         if scheduler.must_go_back or not self._settled:
@@ -471,11 +461,7 @@ class WeightSync:
         return True
 
     def _check_ready_timeout(self) -> None:
-        """While none is ready: one must come back in time.
-
-        Raises:
-            UserError: none did.
-        """
+        """While none is ready: one must come back in time. Raises UserError: none did."""
         if self.pool.empty_since is None or self.scheduler.must_go_back:
             return  # the second is waited for with a deadline of its own
         option, seconds = "client.base_url, client.ready_timeout", self.config.client.ready_timeout

@@ -40,10 +40,7 @@ _ALIVE, _DEAD, _STOPPED, _ELSEWHERE = "alive", "dead", "STOPPED", "on another ho
 
 def examine(run: Path) -> int:
     """Print the examination of a run; return 0 when nothing is wrong with it, else 1.
-
-    Raises:
-        UserError: no such directory.
-    """
+    Raises UserError: there is none."""
     if not run.is_dir():
         raise UserError(f"{run} is no directory: give the run's output directory")
     statuses = read_status(run)

@@ -126,11 +126,7 @@ class Layout:
 
 
 def make_plan(config: RLConfig, machine: HostResources) -> Plan:
-    """Plan processes, their GPUs, ports and configs.
-
-    Raises:
-        UserError: for an impossible layout (see `lay_out`), or too few ports.
-    """
+    """Plan processes, their GPUs, ports and configs. Raises UserError: too few ports, or as `lay_out`."""
     layout, inference, client = lay_out(config, machine), config.inference, config.orchestrator.client
     servers = {server_name(number): _server(config, port) for number, port in enumerate(layout.ports)}
     gpus = dict(zip(servers, layout.servers, strict=True)) | {"trainer": layout.trainer, "orchestrator": ()}
@@ -258,10 +254,7 @@ def _server(config: RLConfig, offset: int) -> ServerSpec:
 
 def lay_out(config: RLConfig, machine: HostResources) -> Layout:
     """Give the servers the first GPUs, and the trainer the next ones, or the same.
-
-    Raises:
-        UserError: it cannot be, with the arithmetic.
-    """
+    Raises UserError, with the arithmetic: it cannot be."""
     inference, visible = config.inference, machine.gpus
     serves = inference is not None and _on_cuda(inference.device, machine)
     training = config.trainer_gpus if _on_cuda(config.trainer.device, machine) else 0
@@ -403,10 +396,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 @functools.cache
 def _ask_driver() -> dict[str, float | None]:
     """Return the memory of each GPU of this host in GiB, by index; None where nvidia-smi is not there to say.
-
-    Raises:
-        UserError: the driver hangs.
-    """
+    Raises UserError where the driver hangs."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return {str(index): None for index in range(gpu_count())}
     query = [tool, "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]

@@ -149,10 +149,7 @@ def cleaned(
 
 def clean(output_dir: Path, writer: str | None = None, keep_evals: bool = False) -> None:
     """Remove what a run wrote; keep files of running processes, the open log of `writer` and, if asked, evaluations.
-
-    Raises:
-        UserError: a directory is a link: what it leads to is not ours to empty.
-    """
+    Raises UserError: a directory is a link: what it leads to is not ours to empty."""
     if linked := [name for name in _WRITTEN if (output_dir / name).is_symlink()]:
         raise UserError(f"{output_dir / linked[0]} is a link: empty it yourself, --clean stays inside {output_dir}")
     alive = running_processes(output_dir) | ({LAUNCHER} if writer == LAUNCHER else set())

@@ -105,10 +105,7 @@ class EvalSidecar:
 
     def finish(self) -> None:
         """Wait, after the training, until its last version is evaluated, unless it was stopped.
-
-        Raises:
-            UserError: the evaluation failed, or its server is gone; the weights are there.
-        """
+        Raises UserError: the evaluation failed, or its server is gone; the weights are there."""
         training, log = read_status(self._output_dir).get("sft"), self._output_dir / "logs" / f"{EVAL}.log"
         if training is not None and training.outcome == "stopped":
             return

@@ -53,10 +53,7 @@ served=$!
 
 def submit(config: RLConfig) -> int:
     """Write the configs and the script, and hand it to `sbatch`; with `dry_run` print the script instead.
-
-    Raises:
-        UserError: the nodes cannot be laid out, or `sbatch` is missing or refuses the script.
-    """
+    Raises UserError: the nodes cannot be laid out, or `sbatch` is missing or refuses the script."""
     text, sections = render(config)
     for path, section in sections.items():
         write_toml(section, path)

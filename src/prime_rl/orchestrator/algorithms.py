@@ -125,10 +125,7 @@ def carries_signal(config: "AlgorithmConfig", group: Sequence[Trajectory]) -> bo
 
 def user_function(config: "CustomAlgorithm | CustomFilter", key: str) -> Callable[..., Any]:
     """Load a function of the user's own, once. `key`: the setting that names it, for errors.
-
-    Raises:
-        UserError: it is not there, or does not take its arguments.
-    """
+    Raises UserError: it is not there, or does not take its arguments."""
     return _load(config.path, tuple(sorted(config.args)), f"{key}.path")
 
 

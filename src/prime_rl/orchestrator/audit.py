@@ -47,11 +47,7 @@ class AuditReport(NamedTuple):
 
 
 def audit(run_dir: Path) -> AuditReport:
-    """Read a copy of the run's ledger; the run may be alive.
-
-    Raises:
-        UserError: the run has no ledger, or a damaged one.
-    """
+    """Read a copy of the run's ledger; the run may be alive. Raises UserError where it has none, or a damaged one."""
     with open_copy(run_dir / LEDGER) as db:
         findings = [(count, fault) for fault, query in _INCONSISTENCIES.items() for (count,) in db.execute(query)]
         faults = [f"{count} {fault}" for count, fault in findings if count]

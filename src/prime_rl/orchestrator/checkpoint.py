@@ -88,10 +88,7 @@ def resume_point(config: "OrchestratorConfig") -> ResumePoint:
 
 def read_state(directory: Path) -> OrchestratorState:
     """Read the state in a batch, or in this process's part of a checkpoint.
-
-    Raises:
-        CommitError: it is not committed, or its manifest says nothing of a state that this version knows.
-    """
+    Raises CommitError: it is not committed, or its manifest says nothing of a state that this version knows."""
     try:
         return OrchestratorState(**read_manifest(directory).extra["state"])
     except (KeyError, TypeError) as error:
@@ -116,10 +113,7 @@ class JointCheckpoints:
 
     def join(self, incarnations: Mapping[int, int]) -> list[int]:
         """Complete every checkpoint whose committed trainer part is of the current lineage. Return their steps.
-
-        Raises:
-            UserError: the disk is full.
-        """
+        Raises UserError where the disk is full."""
         waiting: dict[int, int] = {}  # the incarnation that saved each
         complete = {*checkpoints.complete_steps(self.root), *self._single}
         for step in set(checkpoints.steps_with(self.root, "trainer")) - complete:

@@ -122,10 +122,7 @@ def batch_extra(event: Batched) -> dict[str, Any]:
 
 def read_batches(rollouts: Path) -> list[Batched]:
     """Read what the manifests of all committed batches under `rollouts` say about episodes, by step.
-
-    Raises:
-        UserError: a committed batch's manifest cannot be read, or lists no episodes.
-    """
+    Raises UserError: a committed batch's manifest cannot be read, or lists no episodes."""
     batches = []
     for step in list_steps(rollouts):
         directory = rollouts / f"step_{step}"
@@ -429,10 +426,7 @@ def restore(
 
 
 def _create(path: Path) -> None:
-    """Make an empty ledger.
-
-    Raises UserError where a crashed transaction of another one would be rolled back into it.
-    """
+    """Make an empty ledger. Raises UserError where another one's crashed transaction would be rolled back into it."""
     if (left := Path(f"{path}-journal")).exists():
         raise UserError(f"{left} stands there without its ledger: put {path.name} back beside it, or move it away")
     with disk_errors(path):
@@ -466,10 +460,7 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
 @contextmanager
 def open_copy(path: Path) -> Iterator[sqlite3.Connection]:
     """Copy a ledger that may be in use, and open the copy: the writer waits for the copy alone.
-
-    Raises:
-        UserError: there is no ledger, it is locked, or it is damaged.
-    """
+    Raises UserError: there is no ledger, it is locked, or it is damaged."""
     with _file_errors(path), closing(sqlite3.connect("")) as copy:  # "": a temporary file
         with closing(_open(path)) as db:
             db.backup(copy)

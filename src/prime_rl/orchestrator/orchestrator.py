@@ -103,11 +103,7 @@ class Orchestrator:
         self._saving = asyncio.Lock()  # bounded: its holders write, and ask the engines, which has a timeout
 
     async def run(self) -> None:
-        """From start-up to the end of the run.
-
-        Raises:
-            UserError: the run cannot continue; the message says why.
-        """
+        """From start-up to the end of the run. Raises UserError, which says why the run cannot continue."""
         self.ledger = Ledger(self.config.output_dir / LEDGER)
         try:
             if self.progress.fresh and (issued := self.ledger.counts().issued):

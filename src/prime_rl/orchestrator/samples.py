@@ -48,10 +48,7 @@ Floats = npt.NDArray[np.float32]
 
 class Admission:
     """Decides about every complete group, and when the run is hopeless.
-
-    Raises:
-        UserError: a function of the user's own is not there, or does not take its arguments.
-    """
+    Raises UserError: a function of the user's own is not there, or does not take its arguments."""
 
     def __init__(self, config: "OrchestratorConfig") -> None:
         for algorithm, key in config.in_use("algorithm"):
@@ -66,10 +63,7 @@ class Admission:
 
     def gate(self, group: Group[EpisodeResult]) -> str | None:
         """Return why a complete group is rejected, or None.
-
-        Raises:
-            UserError: so many in a row were that no batch will come together.
-        """
+        Raises UserError: so many in a row were that no batch will come together."""
         why = rejection_reason(group, self._config)
         if why is None:
             self._rejected.clear()
@@ -83,10 +77,7 @@ class Admission:
 
     def note_empty_batch(self, step: int, why: Collection[str]) -> None:
         """A batch without samples was discarded. `why`: what its episodes were left out for.
-
-        Raises:
-            UserError: too many in a row were like that.
-        """
+        Raises UserError: too many in a row were like that."""
         reasons = ", ".join(sorted(why))
         logger.warning("step {}: the batch carries no learning signal ({}); collecting another one", step, reasons)
         self.empty_batches += 1
@@ -294,11 +285,8 @@ def expert_rows(experts: RoutedExperts) -> npt.NDArray[np.unsignedinteger[Any]]:
 
 
 def exact_streams(sequence: SampleTokens) -> tuple[npt.NDArray[np.int32], Mask, Floats]:
-    """Read ids, loss mask and log-probabilities, each of shape (T,).
-
-    Raises:
-        ValueError: a sampled token has no log-probability that it can have been sampled with, or another token has one.
-    """
+    """Read ids, loss mask and log-probabilities, each of shape (T,). Raises ValueError: a sampled token has no
+    log-probability that it can have been sampled with, or another token has one."""
     lengths = {len(stream) for stream in (sequence.input_ids, sequence.loss_mask, sequence.logprobs)}
     if len(lengths) != 1:
         raise ValueError(f"a sample's streams have different lengths: {sorted(lengths)}")

@@ -475,10 +475,7 @@ class Scheduler(Generic[Result]):
 
     def advance(self, batched: Batched) -> None:
         """Advance to the next step: the batch is committed. What is too old for that step is dropped.
-
-        Raises:
-            ValueError: these are not all finished episodes of the batch.
-        """
+        Raises ValueError: these are not all finished episodes of the batch."""
         batch = Batch(batched.step, [self._groups[number] for number in batched.groups])
         if batched.episodes != batch.episodes:
             raise ValueError(f"step {batch.step}: not every finished episode of the batch is trained or dropped")

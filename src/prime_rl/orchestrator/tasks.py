@@ -79,10 +79,7 @@ class Pools:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Tasks that it lacks are new; others that it has are passed over.
-
-        Raises:
-            UserError: it is not such a state.
-        """
+        Raises UserError: it is not such a state."""
         try:
             codes = zlib.decompress(base64.b64decode(state["codes"]))
             self._drawn, self._turn = int(state["drawn"]), int(state["turn"])

@@ -57,10 +57,7 @@ class Teacher:
 
     async def start(self, ready_timeout: float, on_wait: OnWait) -> None:
         """Wait until the server answers, find out its model's name, and check that it scores if it is to.
-
-        Raises:
-            UserError: it did not come up in time, refuses the key, lists no model of that name, or cannot score.
-        """
+        Raises UserError: it did not come up in time, refuses the key, lists no model of that name, or cannot score."""
         began, trouble, models = time.monotonic(), "it lists no model", list[str]()
         while not models and time.monotonic() - began < ready_timeout:  # bounded: by the deadline in its head
             try:
