@@ -68,7 +68,6 @@ def _look_up(pid: int) -> ProcessInfo | None:
 
 
 def table() -> Table:
-    """Return all living processes by pid."""
     pids = [int(name) for name in os.listdir(_PROC) if name.isdigit()]
     return {pid: process for pid in pids if (process := read(pid)) is not None}
 
@@ -79,13 +78,11 @@ def this_host() -> str:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """Return the identity of the living process with this pid."""
     process = read(pid)
     return None if process is None else process.id
 
 
 def me() -> ProcessId:
-    """Identify this process."""
     process = identify(os.getpid())
     assert process is not None
     return process
@@ -133,7 +130,6 @@ def _is_marked(pid: int, mark: str) -> bool:
 
 
 def send(process: ProcessId, number: signal.Signals) -> None:
-    """Signal it unless it is gone."""
     if is_alive(process):
         with suppress(ProcessLookupError, PermissionError):  # it ended since the look
             os.kill(process.pid, number)
@@ -231,8 +227,6 @@ def follow(pid: int) -> bool:
 
 
 def _end_with(watched: ProcessId, kill: Callable[[], None]) -> None:
-    """Call `kill` once `watched` is gone."""
-
     def is_gone() -> bool:
         try:
             process = _look_up(watched.pid)

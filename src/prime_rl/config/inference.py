@@ -10,7 +10,6 @@ from prime_rl.config.shared import Device, ModelConfig
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
-
 SERVER = "inference"  # the first of a run
 
 

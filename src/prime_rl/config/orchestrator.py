@@ -314,7 +314,6 @@ class OrchestratorConfig(RecoverableRun, Environments[TrainingEnv]):
 
     @property
     def most_in_flight(self) -> int:
-        """Most episodes in flight at once."""
         return self.max_concurrent or self.batch_size * (self.async_level + 1)
 
     def checks(self) -> Checks:
@@ -352,15 +351,12 @@ class OrchestratorConfig(RecoverableRun, Environments[TrainingEnv]):
         return [*self.environments, *(self.eval.environments if self.eval else [])]
 
     def algorithm_of(self, env: str) -> AlgorithmConfig:
-        """The algorithm of the environment of that name."""
         return self._named(env).algorithm or self.algorithm
 
     def filters_of(self, env: str) -> FilterConfig:
-        """The filters of the environment of that name."""
         return self._named(env).filters or self.filters
 
     def curriculum_of(self, env: str) -> CurriculumConfig | None:
-        """The difficulty pools of the environment of that name."""
         return self._named(env).curriculum or self.curriculum
 
     def _named(self, name: str) -> TrainingEnv:

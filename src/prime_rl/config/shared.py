@@ -16,8 +16,6 @@ ORCHESTRATOR_STEPS = 4
 
 Device = Literal["auto", "cpu", "cuda"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
 Length = Annotated[int, Field(ge=2)]
 """Tokens of what is trained on: each is predicted from those before it."""
 
@@ -194,12 +192,10 @@ class ClientConfig(Section):
 
     @property
     def base_urls(self) -> list[str]:
-        """The addresses, as they were given."""
         return [self.base_url] if isinstance(self.base_url, str) else self.base_url
 
     @property
     def api_roots(self) -> list[str]:
-        """See `api_root`."""
         return [api_root(url) for url in self.base_urls]
 
     @property

@@ -13,12 +13,10 @@ from prime_rl.monitor import log
 
 
 def main() -> None:
-    """Parse the command line, evaluate every environment, print and write the report."""
     run_command(EvalConfig, "eval", run)
 
 
 def run(config: EvalConfig) -> None:
-    """Check, write the resolved config, evaluate."""
     check_key(config.client)
     if config.client.type != "chat" and not config.client.servers.startswith("https:"):  # an API has names of its own
         local_model(config.model.name)

@@ -12,7 +12,6 @@ from prime_rl.orchestrator.checkpoint import resume_point
 
 
 def main() -> None:
-    """Parse the command line and run until the last step is committed."""
     run_command(OrchestratorConfig, "orchestrator", run)
 
 

@@ -12,7 +12,6 @@ from prime_rl.transport.commit import disk_errors
 
 
 def main() -> None:
-    """Parse the command line and fine-tune: one process, or one rank of torchrun."""
     run_command(SFTConfig, "sft", run)
 
 

@@ -8,7 +8,6 @@ from prime_rl.transport.commit import disk_errors
 
 
 def main() -> None:
-    """Parse the command line and train: one process, or one rank of torchrun."""
     run_command(TrainerConfig, "trainer", run)
 
 

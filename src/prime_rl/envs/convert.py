@@ -312,7 +312,6 @@ def text_of(messages: Sequence[Message]) -> str:
 
 
 def opening(system: str | None, prompt: str | list[Message] | None) -> list[Message]:
-    """The messages that a task's conversation begins with."""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     return [*messages, *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or [])]
 

@@ -1,26 +1,6 @@
-"""Environments in plain Python (`adapter = "python"`): a module with two names, and no library to learn.
+"""Environments in plain Python (`adapter = "python"`): a module with `tasks` and `rollout`, and no library to learn.
 
-    def tasks(count=100):                        # or a list; `args` of the environment are its keyword arguments
-        return [{"id": f"guess/{number}", "prompt": "Guess my number.", "number": number} for number in range(count)]
-
-    async def rollout(task, chat):               # once per episode, with a copy of the task
-        reply = await chat()                     # the model's reply to what has been said
-        while reply is not None and reply.text != str(task["number"]):
-            reply = await chat("No. Again.")     # say something, and get the reply to it
-        return {"right": float(reply is not None), "turns": -0.1 * len(chat.replies)}
-
-A task is a dict. `prompt` is what the user says first, or a list of messages; `system_prompt` comes before it; both may
-be missing where `rollout` speaks for itself. `id` names the task for good, in this run and the next; without one it is
-named by a hash of what it holds. Every other key is the environment's own.
-
-`rollout` returns the reward, or a dict of several, whose sum is the reward. What it puts into `chat.metrics` (name →
-number) is logged and not trained on. `await chat(…)` takes text of the user's, a list of messages, or nothing, and
-gives a `Reply`, or None when the conversation is over: its turns are used up (`max_turns`), or the model's context is
-full. A third name, `tools`, may hold definitions of tools (OpenAI's form): calls are in `reply.tool_calls`, and
-`rollout` answers them with messages of role "tool".
-
-Whatever `rollout` raises is the outcome of that episode. It runs in the worker's event loop: what blocks belongs into
-`asyncio.to_thread`.
+docs/guides/environments.md, "Plain Python", says what the two take and give.
 """
 
 import contextlib

@@ -195,7 +195,6 @@ class Run:
         return self.sampling.get("routed_experts_prompt_start") is not None
 
     def failed(self, env: str, outcome: Outcome, message: str) -> EpisodeResult:
-        """The result of an episode that gave none."""
         return EpisodeResult(self.episode_id, env, self.task_id, outcome, message)
 
 

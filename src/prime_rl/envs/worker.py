@@ -42,7 +42,6 @@ MEAN_SECONDS = 1.5  # over which the use of a core is averaged
 _request: contextvars.ContextVar[int] = contextvars.ContextVar("request", default=0)  # whose code runs
 MAX_THREADS = 64  # Python's own number is six on two cores: too few where some never end
 
-
 # A loaded environment: its `task_ids` are durable and unique, in its own order; it runs episodes while it is entered.
 Adapter = Union["ConversationEnv", "VerifiersEnv"]
 

@@ -216,7 +216,6 @@ class EvalResults:
         return f"{count} (max_error_rate {max_error_rate:g}){example}"
 
     def summary(self) -> dict[str, Any]:
-        """Return its entry in the report."""
         return {
             "environment": self.plan.env,
             "policy": self.policy,

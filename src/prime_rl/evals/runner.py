@@ -167,7 +167,6 @@ def _missing(results: EvalResults) -> list[tuple[EvalResults, TaskInfo, int]]:
 
 
 def env_pool(config: "EvalConfig | OrchestratorConfig", environments: "Sequence[EnvConfig]", **more: Any) -> EnvPool:
-    """Make the worker pool of all environments of a command."""
     return EnvPool(
         environments,
         model=config.model.name,

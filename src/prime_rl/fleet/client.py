@@ -72,7 +72,6 @@ class Served:
             raise UserError(f"the server at {root} serves {served}, not {model}: give both the same model.name{here}")
 
     def holds(self, weights: WeightsManifest) -> bool:
-        """Whether these are the weights."""
         return (self.version, self.hash) == (weights.version, weights.hash)
 
 

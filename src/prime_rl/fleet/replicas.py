@@ -170,7 +170,6 @@ class ReplicaPool:
         return f" on {len(self.ready)} of {count} servers" if count > 1 else ""
 
     def move(self, replica: Replica, state: ReplicaState, reason: str = "") -> None:
-        """Change the state of a replica."""
         if replica.state is state:
             return
         logger.debug("{} is {}{}", replica.name, state, reason and f": {reason}")

@@ -37,11 +37,9 @@ class RouterClient:
         return self._router.root
 
     async def wait_ready(self, on_wait: Callable[[str, str, float], None]) -> None:
-        """Wait until all backends and the router are healthy."""
         await asyncio.gather(*(each.wait_ready(on_wait) for each in (*self._backends, self._router)))
 
     async def answers(self) -> bool:
-        """Whether all of them are healthy now."""
         return all(await asyncio.gather(*(each.answers() for each in (*self._backends, self._router))))
 
     async def served(self) -> Served:

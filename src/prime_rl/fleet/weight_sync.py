@@ -83,7 +83,6 @@ class WeightSync:
 
     @property
     def no_replica_ready(self) -> bool:
-        """Whether no replica is ready; nothing may start."""
         return not self.pool.ready
 
     @property

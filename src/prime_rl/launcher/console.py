@@ -48,11 +48,9 @@ class Console:
         self.steps: set[int] = set()
 
     def say(self, text: str) -> None:
-        """Print a line."""
         say(f"{time.strftime('%H:%M:%S')} {text}")
 
     def look(self) -> None:
-        """Print what is new in the files."""
         for name, status in read_status(self._output_dir).items():
             if "." not in name and name != LAUNCHER:  # no rank but the first
                 self._show(status)

@@ -182,7 +182,6 @@ def describe(plan: Plan) -> str:
 
 
 def _sections(config: RLConfig, layout: Layout, servers: Mapping[str, ServerSpec]) -> dict[str, BaseConfig]:
-    """Return what each process is configured with, by its name."""
     trainer, orchestrator, inference = config.trainer, config.orchestrator, config.inference
     if trainer.recovery_interval is None and config.max_restarts and not config.bench:
         trainer = trainer.model_copy(update={"recovery_interval": config.recovery_interval})
@@ -289,13 +288,11 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
 
 
 def gpus_of_a_server(inference: InferenceConfig) -> int:
-    """Return how many GPUs one server of this configuration uses on this node."""
     replicas = inference.data_parallel_size_local or inference.data_parallel_size
     return inference.tensor_parallel_size * inference.pipeline_parallel_size * replicas
 
 
 def _server_sizes(config: RLConfig, inference: InferenceConfig, served: bool) -> list[int]:
-    """Return how many GPUs each server gets."""
     wanted, each, total = config.inference_servers, gpus_of_a_server(inference), config.inference_gpus
     if not served:
         return [0] * (wanted or 1)

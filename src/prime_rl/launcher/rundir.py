@@ -68,7 +68,6 @@ class Owner:
             write_record(self._path, self._claim)
 
     def _other(self) -> ProcessStatus | None:
-        """Return the claim of a launcher that has taken over, if one has."""
         current = read_record(ProcessStatus, self._path)
         is_own = current is None or (current.id, current.host) == (self._claim.id, self._claim.host)
         return None if is_own else current

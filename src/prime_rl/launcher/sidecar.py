@@ -30,7 +30,6 @@ _TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE
 
 
 def eval_config(config: SFTConfig) -> EvalConfig:
-    """Return the configuration of the evaluation that follows the run."""
     section = config.eval
     assert section is not None
     return EvalConfig(
@@ -49,7 +48,6 @@ def eval_config(config: SFTConfig) -> EvalConfig:
 
 
 def server_config(config: SFTConfig) -> InferenceConfig | None:
-    """Return the configuration of the server that is started, if one is."""
     if config.inference is None:
         return None
     paths = {"output_dir": config.output_dir, "weights_root": config.output_dir / "weights", "log": config.log}

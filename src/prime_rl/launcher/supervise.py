@@ -110,7 +110,6 @@ class SupervisedChild:
         self.options: tuple[str, ...] = ()  # that follow its arguments in the next incarnation
 
     def start(self, environ: Mapping[str, str]) -> None:
-        """Start an incarnation."""
         # Children read complete files: a setting meant for `rl` may name nothing in theirs.
         env = {**child_env(environ, RLConfig), **self.spec.env}
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)

@@ -83,12 +83,10 @@ class ProcessStatus:
 
     @property
     def doing(self) -> str:
-        """Its phase, and the step it is at."""
         return self.phase if self.step is None else f"{self.phase}, step {self.step}"
 
 
 def new_status(process: str) -> ProcessStatus:
-    """Return the first status of this process."""
     now, own, host = time.time(), me(), this_host()
     return ProcessStatus(process, own.pid, "starting", None, now, now, None, None, now, None, host, own.started)
 

@@ -147,7 +147,6 @@ def _load(path: str, names: tuple[str, ...], key: str) -> Callable[..., Any]:
 
 
 def penalized(group: Sequence[Trajectory], penalty: "LinearPenalty | OverlongPenalty | None") -> list[Trajectory]:
-    """Return the trajectories with their rewards reduced by `penalty`."""
     if penalty is None or not group:
         return list(group)
     taken = _linear(group, penalty) if penalty.type == "linear" else [_overlong(one, penalty) for one in group]

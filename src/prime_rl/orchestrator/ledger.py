@@ -180,7 +180,6 @@ class Ledger:
             self._db.close()
 
     def record(self, event: Event) -> None:
-        """Keep an event until the next flush."""
         self._events.append(event)
 
     @property

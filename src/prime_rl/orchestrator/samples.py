@@ -129,7 +129,6 @@ def filter_reason(config: "FilterConfig", result: EpisodeResult, seq_len: int) -
 
 
 def output_tokens(result: EpisodeResult) -> int:
-    """Count the sampled tokens of an episode's samples."""
     return sum(sequence.loss_mask.count(1) for sequence in result.samples)
 
 

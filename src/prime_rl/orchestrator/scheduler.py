@@ -152,7 +152,6 @@ class Group(Generic[Result]):
 
     @property
     def next_slot(self) -> GroupSlot | None:
-        """The slot to start next."""
         return next((slot for slot in self.slots.values() if slot.state is State.PENDING), None)
 
 
@@ -169,7 +168,6 @@ class Batch(Generic[Result]):
 
     @property
     def episodes(self) -> set[str]:
-        """The names of its finished episodes."""
         return {finished.start.episode for finished in self.finished}
 
     def committed(self, trained: Iterable[str], filtered: Iterable[str] = ()) -> "Batched":

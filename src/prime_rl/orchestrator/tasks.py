@@ -24,7 +24,6 @@ from prime_rl.orchestrator.scheduler import Task
 if TYPE_CHECKING:
     from prime_rl.config.orchestrator import CurriculumConfig
 
-
 _NAMES = ("new", "easy", "normal", "hard")
 NEW, EASY, NORMAL, HARD = range(4)
 
@@ -44,7 +43,6 @@ class Pools:
         self._turn = 0  # position where the search for the next new task starts
 
     def draw(self) -> Task:
-        """The next task."""
         rng = random.Random(f"{self._seed}/draw/{self._drawn}")
         self._drawn += 1
         codes = self._codes[self._indices]
@@ -68,7 +66,6 @@ class Pools:
         return self._by_index.get(index)
 
     def shares(self) -> dict[str, float]:
-        """Return the share of the tasks in each pool."""
         codes = self._codes[self._indices]
         return {name: float(np.mean(codes == code)) for code, name in enumerate(_NAMES)}
 

@@ -52,7 +52,6 @@ class Teacher:
         )
 
     async def close(self) -> None:
-        """Close its connections."""
         await self._http.aclose()
 
     async def start(self, ready_timeout: float, on_wait: OnWait) -> None:
@@ -159,7 +158,6 @@ class Teachers:
             await server.start(self._config.client.ready_timeout, on_wait)
 
     async def close(self) -> None:
-        """Close all connections."""
         for server in self._servers.values():
             await server.close()
 
