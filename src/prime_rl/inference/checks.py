@@ -7,6 +7,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,11 @@ def model_directory(name: str, revision: str | None = None) -> Path | None:
 def _indexed(model: Path) -> set[str]:
     """The files that a model's index lists; none without an index."""
     return set(read_json(model / INDEX).get("weight_map", {}).values()) if (model / INDEX).is_file() else set()
+
+
+def is_recurrent(model: Path) -> bool:
+    """Whether some layers of a local model keep a state in place of keys and values, by the names of its settings."""
+    return re.search(r'"(mamba|conv|linear)_', json.dumps(read_json(model / "config.json"))) is not None
 
 
 def check_model(model: Path, needs_weights: bool = True) -> None:

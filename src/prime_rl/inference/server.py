@@ -203,7 +203,9 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         flags["max_model_len"] = config.max_model_len or "auto"
         # vLLM sets a request's generator back after a chunk, which CPU generators cannot do: a seed kills the engine.
         flags["enable_chunked_prefill"] = False
-        flags["enable_prefix_caching"] = False if config.router_replay else None  # `compat.KeptChoices`
+        # Not beside `compat.KeptChoices`; of recurrent states vLLM caches none where prompts come whole.
+        uncached = config.router_replay or (model is not None and checks.is_recurrent(model))
+        flags["enable_prefix_caching"] = False if uncached else None
     elif cache := config.kv_cache_gib or (model and tiny_cache_gib(weights_gib(config.model.name))):
         flags["kv_cache_memory_bytes"] = int(cache * (1 << 30))
     if config.deterministic:

@@ -311,8 +311,6 @@ class WeightsExtension:
         """End with the server process, even if that is killed. The first call that a worker gets."""
         faults.arm("inference")  # the server arms its own process
         sys.setswitchinterval(TURN_SECONDS)
-        # It warns at every update of tied heads and of buffers in no checkpoint; `check_fit` compares all tensors.
-        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         return follow(server)
 
     def prime_tensors(self, staging: Staging, identity: Identity) -> Iterable[tuple[str, Tensor]]:
@@ -355,10 +353,9 @@ class WeightsExtension:
                 compat.finish_load(model, self.model_config)
                 return
             self.prime_whole = False
-            if isinstance(source, Path):
-                self.model_runner.reload_weights(weights_path=str(source))
-            else:
-                self.model_runner.reload_weights(weights_iterator=source)
+            name = "weights_path" if isinstance(source, Path) else "weights_iterator"
+            with compat.complete_reload(model):
+                self.model_runner.reload_weights(**{name: str(source) if isinstance(source, Path) else source})
             self.prime_whole = True
             if self.device.type == "cpu":
-                compat.repack_tied_heads(model)
+                compat.repack(model)

@@ -52,6 +52,7 @@ async def sample(config: ParityConfig, directory: Path) -> None:
         await server.wait_ready(lambda *wait: None)
         if (served := await server.served()).version:
             raise UserError(f"the server at {server.root} serves version {served.version}, not the model's own weights")
+        await server.reload()  # a run updates them: of some families vLLM cannot
         most, experts = config.reply_tokens, config.router_replay
         asked = (server.sample(prompt, most, seed, experts) for seed, prompt in enumerate(prompts, config.seed))
         replies = await asyncio.gather(*asked)  # bounded: by client.timeout; all at once, as in a run

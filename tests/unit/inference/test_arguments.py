@@ -99,6 +99,13 @@ def test_a_tiny_models_cache_is_limited(tmp_path: Path) -> None:
     assert size(100, vllm={"kv-cache-memory-bytes": 7}) == "7"
 
 
+def test_recurrent_models_on_a_cpu(tmp_path: Path) -> None:
+    """Contract: no cache of prefixes, which vLLM keeps only where prompts come in chunks; other models have one."""
+    for text, off in (('{"text_config": {"linear_key_head_dim": 8}}', True), ('{"head_dim": 8}', False)):
+        (tmp_path / "config.json").write_text(text)
+        assert ("--no-enable-prefix-caching" in flags(CPU, model={"name": str(tmp_path)})) == off
+
+
 def test_fp8_of_unquantized_weights(tmp_path: Path) -> None:
     """Contract: `fp8` gets vLLM's name for quantizing at every load; a model that is quantized keeps vLLM's own."""
     (tmp_path / "config.json").write_text("{}")

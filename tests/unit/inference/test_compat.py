@@ -1,5 +1,6 @@
 """What differs between vLLM's packages and releases, and the one client of all engines behind a server."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -51,6 +52,15 @@ def test_only_what_is_known_to_keep_its_weights_as_loaded_is_loaded_in_place() -
         assert compat.keeps_as_loaded(model(method))
     assert not compat.keeps_as_loaded(model(Packing()))
     assert not compat.keeps_as_loaded(model(UnquantizedLinearMethod(), Processing()))
+
+
+def test_a_reload_that_keeps_old_weights_is_an_error() -> None:
+    """Contract: what vLLM only logs, that a layer was not loaded again, is an error where the layer has weights."""
+    model, log = nn.Sequential(nn.Linear(1, 1), nn.ReLU()), "vllm.model_executor.model_loader.reload.layerwise"
+    with compat.complete_reload(model):
+        logging.getLogger(log).warning("%s: Failed to load weights", "ReLU")
+    with pytest.raises(RuntimeError, match="the old weights of its Linear"), compat.complete_reload(model):
+        logging.getLogger(log).warning("%s: Failed to load weights", "Linear")
 
 
 def test_what_vllm_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
