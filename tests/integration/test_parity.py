@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +33,16 @@ def compared(inference_server: InferenceServer, tmp_path_factory: pytest.TempPat
     with Command("rl", *words, "--device", "cpu", "--layers", log=directory / "rl.log") as command:
         assert command.process.wait(300) == 0, command.log.read_text()
     return directory / "parity", command.log.read_text()
+
+
+@pytest.mark.slow
+def test_families_in_vllm(tmp_path: Path) -> None:
+    """Contract: after an update a hybrid's convolutions are the new ones; vLLM keeping old weights is refused."""
+    rows, script = tmp_path / "rows.json", Path(__file__).parents[2] / "scripts" / "check_served.py"
+    subprocess.run([sys.executable, script, "--rows", rows, "--only", "falcon_h1", "--only", "gpt_oss"], check=True)
+    hybrid, mixture = (json.loads(rows.read_text())["rows"][name] for name in ("falcon_h1", "gpt_oss"))
+    assert (hybrid["verdict"], hybrid["moved"] > 1) == ("sound", True)
+    assert "keeps the old weights of its GptOssRoutedExperts, OAIAttention" in mixture["reason"]
 
 
 def layers(lines: list[str]) -> list[str]:
