@@ -72,25 +72,18 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 """Families whose contract `tests/unit/trainer/test_architectures.py` guards, and their types."""
 
 _GEMMA4 = {
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "num_key_value_heads": 2,
-    "num_kv_shared_layers": 0,
-    "final_logit_softcapping": 4.0,
-    "per_layer_config": {1: {"head_dim": 32}},
-}
+    "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2, "num_kv_shared_layers": 0,
+    "final_logit_softcapping": 4.0, "per_layer_config": {1: {"head_dim": 32}},
+}  # fmt: skip
+_COMPASS = {"full_attention": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [3, 3, 2]}}
 # What the rule above does not get right.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1]},
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [3, 3, 2]}},
-        "logit_scale": 0.25,
-    },
+    "cohere_compass_text": {"rope_parameters": _COMPASS, "logit_scale": 0.25},
     "cwm": {"layer_types": ["sliding_attention", "full_attention"]},
     "dbrx": {
-        "tie_word_embeddings": False,
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
+        "tie_word_embeddings": False, "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
@@ -99,18 +92,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_layer_end_index": 1, "moe_layer_interval": 1},
     "falcon_h1": {"mlp_multipliers": [1.25, 0.75], "ssm_multipliers": [1.25, 0.75, 1.5, 0.8, 1.1]},
     "gemma3n_text": {
-        "num_hidden_layers": 5,
-        "layer_types": [*["sliding_attention", "full_attention"] * 2, "sliding_attention"],
-        "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0, 0.0],
-        "num_kv_shared_layers": 2,
+        "num_hidden_layers": 5, "layer_types": [*["sliding_attention", "full_attention"] * 2, "sliding_attention"],
+        "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0, 0.0], "num_kv_shared_layers": 2,
         "intermediate_size": [96] * 5,
     },
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {
-        "num_layers": 2,
-        "attention_types": [[["global", "local"], 1]],
-        "attention_layers": ["global", "local"],
+        "num_layers": 2, "attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"],
     },
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 4},
@@ -122,38 +111,23 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llama4_text": {"moe_layers": [1], "num_experts_per_tok": 1, "floor_scale": 8, "attn_scale": 0.5},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "minimax_m3_vl_text": {
-        "layer_types": ["full_attention", "minimax_m3_sparse"],
-        "mlp_layer_types": ["dense", "sparse"],
-        "index_block_size": 4,
-        "index_topk_blocks": 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"],
+        "index_block_size": 4, "index_topk_blocks": 2,
     },
     "qwen4_exp_text": {
-        "ple_embed_dim": 64,
-        "hc_lowrank": 8,
-        "heads_per_ngram": 2,
-        "ngram_vocab_size_base": 200,
-        "make_ngram_vocab_size_divisible_by": 8,
-        "split_ngram_parts": 2,
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
+        "ple_embed_dim": 64, "hc_lowrank": 8, "heads_per_ngram": 2, "ngram_vocab_size_base": 200,
+        "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
     },
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 48], "axial_pos_shape": [8, 16], "num_buckets": 4},
     "xglm": {"attention_heads": 4},
     "xlm": {"emb_dim": 64},
     "zamba": {
-        "n_mamba_heads": 2,
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-        "num_hidden_layers": 5,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "layers_block_type": None,
+        "n_mamba_heads": 2, "attention_hidden_size": 128, "attention_head_dim": 32, "num_hidden_layers": 5,
+        "attn_layer_period": 2, "attn_layer_offset": 1, "layers_block_type": None,
     },
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 
 
 def tiny_config(model_type: str, **settings: Any) -> PreTrainedConfig:
@@ -229,17 +203,8 @@ def variants(config: PreTrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
         factors = {"short_factor": [1.1] * half, "long_factor": [1.0 + index for index in range(half)]}
         for kind in _ROPE if config.model_type == "llama" else ("dynamic", "yarn", "longrope"):
-            yield (
-                f"{kind} rope",
-                {
-                    "rope_parameters": {
-                        **rope,
-                        "rope_type": kind,
-                        **_ROPE[kind],
-                        **(factors if kind == "longrope" else {}),
-                    }
-                },
-            )
+            own = {**_ROPE[kind], **(factors if kind == "longrope" else {})}
+            yield f"{kind} rope", {"rope_parameters": {**rope, "rope_type": kind, **own}}
         if (
             config.model_type == "llama"
         ):  # beyond the length from which on the longest document sets the frequencies of all
