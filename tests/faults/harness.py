@@ -217,11 +217,7 @@ def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Resu
 
 def environment() -> dict[str, str]:
     """What the processes of a run need on top of ours: this checkout's code, and the environments of the tests."""
-    paths = [
-        REPOSITORY / "src",
-        TESTS / "support" / "envs",
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]
+    paths = [REPOSITORY / "src", TESTS / "support" / "envs", *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONFAULTHANDLER": "1"}
 
 

@@ -6,17 +6,7 @@ from pathlib import Path
 import pytest
 
 from conftest import InferenceServer, LaunchServer, failing_loads, make_tiny_model
-from support.serving import (
-    TOLERANCE,
-    Sampled,
-    commit,
-    parse,
-    perturbed,
-    reference,
-    request,
-    served,
-    update,
-)
+from support.serving import TOLERANCE, Sampled, commit, parse, perturbed, reference, request, served, update
 
 ENGINES = 2
 # No process of its own for each worker: a third of the time to start.

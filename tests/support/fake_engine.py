@@ -24,19 +24,12 @@ from aiohttp import web
 
 from prime_rl import faults, processes
 from prime_rl.transport.commit import CommitError, step_dir
-from prime_rl.transport.weights import (
-    WeightsManifest,
-    hash_directory,
-    verify_weights,
-    version_hash,
-    weights_manifest,
-)
+from prime_rl.transport.weights import WeightsManifest, hash_directory, verify_weights, version_hash, weights_manifest
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
 
 QWEN_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
@@ -188,14 +181,9 @@ class FakeEngine:
         first = body["sampling_params"].get("routed_experts_prompt_start")
         if self.replays and first is not None:
             places = range(first, len(body["token_ids"]) + len(ids) - 1)
-            data = array("H", [place for place in places for _ in range(2)]).tobytes()
+            data = b64encode(array("H", [place for place in places for _ in range(2)]).tobytes()).decode()
             shape = [len(places), 2, 1]
-            choice["routed_experts"] = {
-                "data": b64encode(data).decode(),
-                "dtype": "uint16",
-                "shape": shape,
-                "start": first,
-            }
+            choice["routed_experts"] = {"data": data, "dtype": "uint16", "shape": shape, "start": first}
         return web.json_response({"request_id": f"generate-tokens-{self.started}", "choices": [choice]})
 
 
@@ -222,8 +210,7 @@ class PolicyEngine(FakeEngine):
     What it samples depends on prompt, seed and version (without a seed, on how many requests came before): a run
     that is cut off gives the same tokens as one that is not, and one served a wrong version does not. Rewards of
     reverse-text differ in a group. It has the real server's fault points (process `inference`), and `generate` and
-    `logprob_check`; `error` at the
-    first is a 500.
+    `logprob_check`; `error` at the first is a 500.
     """
 
     weights: Path | None = None  # where versions are, for their fixed prompts
@@ -239,9 +226,7 @@ class PolicyEngine(FakeEngine):
             "hash": version_hash(base),
             "base": str(self.model.resolve()),
             "weight_dir": None,
-            "boot": secrets.token_hex(
-                8
-            ),  # tells a server that was started again from the one that was given the weights
+            "boot": secrets.token_hex(8),  # tells a server that was started again from the one before
         }
         self._served = dict(self._base)
         app.router.add_get("/health", self._health)

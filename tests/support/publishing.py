@@ -12,12 +12,7 @@ import torch
 from prime_rl.transport import exchange
 from prime_rl.transport.commit import stage, step_dir
 from prime_rl.transport.exchange import DTYPES, Publisher, Subscriber, checksums, layout, shared_buffer, tensor_views
-from prime_rl.transport.weights import (
-    PublisherAddress,
-    TensorEntry,
-    WeightsManifest,
-    manifest_extra,
-)
+from prime_rl.transport.weights import PublisherAddress, TensorEntry, WeightsManifest, manifest_extra
 
 SIZE = 2 << 20
 SHAPES = {"embed": [500, 300], "empty": [0, 7], "w": [123, 457], "norm": [1001], "scalar": []}

@@ -13,12 +13,7 @@ OWN, VLLMS = "/v1/sample", "/inference/v1/generate"
 
 @pytest.mark.parametrize(
     ("own", "vllms", "seen"),
-    [
-        (401, 200, [OWN, VLLMS, VLLMS]),
-        (404, 404, [OWN, VLLMS, VLLMS]),
-        (400, 200, [OWN, OWN]),
-        (500, 200, [OWN, OWN]),
-    ],
+    [(401, 200, [OWN, VLLMS, VLLMS]), (404, 404, [OWN, VLLMS, VLLMS]), (400, 200, [OWN, OWN]), (500, 200, [OWN, OWN])],
 )
 async def test_which_route_is_asked(own: int, vllms: int, seen: list[str]) -> None:
     """Contract: where our route is not passed on, or without the key, vLLM's token route is used, from then on without

@@ -116,17 +116,9 @@ async def test_an_answer_without_the_prompts_log_probabilities_is_an_error(serve
 async def test_a_sampled_reply_has_its_log_probabilities(server, engine, experts, more):
     """What is sampled at temperature 1 has the sampler's numbers and, asked for, the experts that it chose."""
     content = [{"token": "token_id:4", "logprob": -0.5}, {"token": "token_id:6", "logprob": None}]
-    choice = {
-        "token_ids": [4, 6],
-        "logprobs": {"content": content},
-        **({"routed_experts": {"data": "AA=="}} if experts else {}),
-    }
+    choice = {"token_ids": [4, 6], "logprobs": {"content": content}, "routed_experts": {"data": "AA=="}}
     server.answers["POST", "/v1/sample"] = 200, {"choices": [choice]}
-    assert await engine.sample([9, 7], 2, 5, experts) == [
-        [4, 6],
-        [-0.5, None],
-        *([{"data": "AA=="}] if experts else []),
-    ]
+    assert await engine.sample([9, 7], 2, 5, experts) == [[4, 6], [-0.5, None], {"data": "AA=="}][: 2 + experts]
     params = {"max_tokens": 2, "temperature": 1.0, "seed": 5, "logprobs": 0, **more}
     assert server.asked[-1][0] == {"token_ids": [9, 7], "sampling_params": params}
 

@@ -128,8 +128,7 @@ async def test_a_server_is_calibrated_once_an_incarnation_before_it_is_given_any
 
 
 @pytest.mark.parametrize(
-    ("case", "gave"),
-    [("other version", [0, 2]), ("unusable", [0, 2]), ("unusable, known", [1, 2])],
+    ("case", "gave"), [("other version", [0, 2]), ("unusable", [0, 2]), ("unusable, known", [1, 2])]
 )
 async def test_what_a_server_is_given_to_be_calibrated(server, tmp_path, case, gave):
     """Contract: one that serves something else, or has unusable weights, gets the base first; a known one does not."""

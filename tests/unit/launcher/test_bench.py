@@ -22,9 +22,7 @@ def files(directory: Path) -> dict[Path, bytes]:
 
 def test_the_benchmark_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`rl --bench` beside a run plans all processes in `bench/`, again and again, and goes on from nothing.
-
-    It evaluates nothing: of no version could the server be verified.
-    """
+    It evaluates nothing: of no version could the server be verified."""
     with stage(tmp_path / "rollouts" / "step_0", step=0, producer="orchestrator") as path:
         (path / "samples").touch()
     metrics_path(tmp_path / "bench", "trainer").parent.mkdir(parents=True)

@@ -38,9 +38,7 @@ def test_a_step_is_shown_once_both_sides_have_it(tmp_path: Path) -> None:
 
 def test_steps_that_come_late_or_again(tmp_path: Path) -> None:
     """A trainer that recovers repeats the steps since its recovery checkpoint, from the batches that are there.
-
-    What the trainer adds, such as the time to save, is in the line if it comes in time, and makes none of its own.
-    """
+    What the trainer adds, such as the time to save, is in the line if it comes in time, and makes none of its own."""
     for step in range(2):  # made before this launch
         add(tmp_path, "orchestrator", step, 1.0, **{"reward/mean": 0.5})
     console = Console(tmp_path, None)

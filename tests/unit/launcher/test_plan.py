@@ -80,9 +80,7 @@ def test_the_orchestrator_knows_every_server() -> None:
 
 def test_one_gpu_trains_and_serves() -> None:
     """Its memory is split and neither side takes more than its share.
-
-    Where the size of the model is not known, the trainer starts once the server has measured what is free.
-    """
+    Where the size of the model is not known, the trainer starts once the server has measured what is free."""
     shared: Settings = {"inference": {"gpu_memory_utilization": 0.25}, "share_gpus": True, "gib": 80.0}
     made = planned(1, **shared)
     assert section(made, "inference").gpu_memory_utilization == 0.25

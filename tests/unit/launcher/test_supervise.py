@@ -10,7 +10,6 @@ from prime_rl.monitor.status import ProcessStatus, Waiting
 POLICY = RestartPolicy(max_restarts=3, backoff=1.0, heartbeat_timeout=60.0, stall_timeout=1800.0)
 WORKING = ProcessStatus("trainer", 7, "training", 3, 0.0, 0.0, None, None, progress=0.0, ready=0.0)
 
-
 NOW = 1e9
 WAIT = Waiting("rollouts/step_3", "orchestrator", NOW - 1900.0, NOW)
 SERVER = replace(WORKING, process="inference", phase="serving", step=None, ready=NOW - 9000.0, progress=NOW - 9000.0)
@@ -48,9 +47,7 @@ STALLS: list[tuple[ProcessStatus, str | None]] = [
 @pytest.mark.parametrize(("status", "expected"), STALLS)
 def test_who_counts_as_stalled(status: ProcessStatus, expected: str | None) -> None:
     """No sign of life, no progress while nobody is waited for, a wait beyond its own deadline, hanging at exit.
-
-    Whatever lies before the start, or before the host woke up, counts for nothing.
-    """
+    Whatever lies before the start, or before the host woke up, counts for nothing."""
     service = status.process == "inference"
     assert stall_reason(status.process, status, POLICY, NOW, NOW - 1e5, service) == expected
     assert stall_reason(status.process, status, POLICY, NOW, NOW - 10.0, service) is None

@@ -53,9 +53,7 @@ def says(process: str, output_dir: Path | str, *more: str, **options: Any) -> su
 
 def test_log_lines(tmp_path: Path) -> None:
     """One format for our lines and those of libraries; no colours in files; no values of variables in a traceback.
-
-    The line that a process fails or crashes with is kept where `rl doctor` looks for it.
-    """
+    The line that a process fails or crashes with is kept where `rl doctor` looks for it."""
     done = says("trainer", tmp_path)
     kept = (tmp_path / "logs" / "trainer.log").read_text()
     for text in (done.stdout, kept):

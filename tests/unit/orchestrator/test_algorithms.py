@@ -25,13 +25,7 @@ from prime_rl.config.orchestrator import (
     RewardAlgorithm,
 )
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.algorithms import (
-    ESTIMATORS,
-    Trajectory,
-    advantages,
-    carries_signal,
-    penalized,
-)
+from prime_rl.orchestrator.algorithms import ESTIMATORS, Trajectory, advantages, carries_signal, penalized
 from support.scripted import follow, fresh
 
 Groups = list[list[Trajectory]]

@@ -111,12 +111,8 @@ def test_what_the_scheduler_needs_to_go_on(ledger):
     (group,) = ledger.open_groups(6)
     assert (group.number, group.task) == (3, Task("reverse-text", 103, "task-3"))
     assert [(place.number, place.attempt, place.state) for place in group.slots.values()] == [
-        (0, 0, State.FINISHED),
-        (1, 1, State.PENDING),
-        (2, 0, State.FAILED),
-        (3, 0, State.PENDING),
-        (4, 0, State.PENDING),
-        (5, 0, State.PENDING),
+        *((0, 0, State.FINISHED), (1, 1, State.PENDING), (2, 0, State.FAILED)),
+        *((number, 0, State.PENDING) for number in (3, 4, 5)),
     ]
     (finished,) = group.finished
     assert (finished.start.episode, finished.incarnation, finished.first, finished.last) == ("3.0.0", 5, 1, 2)
@@ -242,9 +238,8 @@ def test_a_batch_that_is_gone_is_collected_again(ledger, rollouts):
     ledger.flush()
     commit(rollouts, 0, names[0], [], [0])
     ledger = ledger.reopened()
-    assert ledger.reconcile(read_batches(rollouts), version=0) == [
-        "the batch of step 1 is gone: 2 episodes of it are dropped",
-    ]
+    gone = "the batch of step 1 is gone: 2 episodes of it are dropped"
+    assert ledger.reconcile(read_batches(rollouts), version=0) == [gone]
     assert ledger.counts() == Counts(issued=4, batched=2, dropped={"cancelled": 2})
     ledger = ledger.reopened()
     assert ledger.reconcile(read_batches(rollouts), version=0) == []

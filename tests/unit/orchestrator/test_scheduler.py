@@ -24,9 +24,7 @@ def limits_up_to(group: int, groups: int, level: int, concurrent: int, steps: in
 
 def run(world: World) -> set[str]:
     """Run a world to its end. Returns the episodes that were trained.
-
-    Each once, none too old, in full batches of all steps in order.
-    """
+    Each once, none too old, in full batches of all steps in order."""
     world.run()
     limits, batches = world.limits, [batch for batch, _ in world.batches]
     assert [batch.step for batch in batches] == list(range(limits.max_steps))

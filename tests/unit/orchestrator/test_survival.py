@@ -91,9 +91,7 @@ async def train(
     world: World, start: int = 0, incarnation: int = 0, until_step: int = STEPS, replaced: bool = False
 ) -> None:
     """The trainer's part of a run: a version for every batch, a part of a checkpoint every second step.
-
-    `replaced`: checkpoints beyond `start` are of an incarnation that this one gives up.
-    """
+    `replaced`: checkpoints beyond `start` are of an incarnation that this one gives up."""
     root = world.directory / "checkpoints"
     if replaced:
         checkpoints.supersede_after(root, start, incarnation)
@@ -115,9 +113,7 @@ async def finish(world: World, trainer: "asyncio.Task[None] | None" = None) -> N
 
 def check(world: World, reference: World | None = None) -> None:
     """Everything that the run directory must say at the end.
-
-    With a reference also which tasks were drawn, and what pools and algorithm remember.
-    """
+    With a reference also which tasks were drawn, and what pools and algorithm remember."""
     run = world.directory
     assert list(audit._ledger(run, STEPS)) == []
     assert list(audit._leftovers(run)) == []
@@ -168,9 +164,7 @@ def new_threads() -> ThreadPoolExecutor:
 
 async def cut_off(world: World, seconds: float, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
     """Start an orchestrator and stop it where it stands after so many seconds.
-
-    A write that a thread has begun ends by itself: that is waited for, for threads cannot be killed.
-    """
+    A write that a thread has begun ends by itself: that is waited for, for threads cannot be killed."""
     threads, run = new_threads(), asyncio.create_task(world.orchestrator().run())
     await asyncio.wait([run], timeout=seconds)
     if meanwhile is not None:
