@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from prime_rl.trainer import attention
 from prime_rl.trainer.attention_kernels import Grads, Mask, packed_operator

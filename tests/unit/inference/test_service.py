@@ -14,13 +14,7 @@ import pytest
 from prime_rl.inference.service import WeightService
 from prime_rl.inference.version_files import Rejected, check_fit, check_version, resolve
 from prime_rl.transport.commit import stage, step_dir
-from prime_rl.transport.weights import (
-    PublisherAddress,
-    TensorEntry,
-    hash_directory,
-    manifest_extra,
-    write_base_version,
-)
+from prime_rl.transport.weights import PublisherAddress, TensorEntry, hash_directory, manifest_extra, write_base_version
 
 READY = {"state": "ready", "place": "host", "seconds": 0.1}
 WRONG = {"state": "failed", "why": "tensor a is wrong", "retry": False}

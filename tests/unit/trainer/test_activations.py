@@ -117,11 +117,7 @@ COMPILED = [{**settings, "compile": True} for settings in (*ONE_LEVEL[1:], OFFLO
     "settings", [*ONE_LEVEL[1:], *OFFLOAD, *COMPILED], ids=lambda s: "-".join(map(str, s.values()))
 )
 def test_gradients_are_those_of_plain_blocks(
-    settings: dict[str, Any],
-    world: World,
-    shape: Source,
-    plain: Plain,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any], world: World, shape: Source, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every level, with and without offload (of two of the four layers), eager and compiled, under FSDP2."""
     monkeypatch.setattr(activations, "SMALLEST", 0)

@@ -12,16 +12,7 @@ from prime_rl.config.trainer import AdamW, Recompute, TrainerModel
 from prime_rl.errors import UserError
 from prime_rl.trainer import memory
 from prime_rl.trainer.activations import LAG, LEVELS
-from prime_rl.trainer.memory import (
-    GIB,
-    Estimate,
-    Job,
-    MemoryPlan,
-    Settings,
-    Shape,
-    choose,
-    estimate,
-)
+from prime_rl.trainer.memory import GIB, Estimate, Job, MemoryPlan, Settings, Shape, choose, estimate
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import find_model
 

@@ -148,10 +148,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "config is not JSON": (lambda d: (d / "config.json").write_text("{"), "config.json cannot be used"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "holds no safetensors files"),
     "truncated": (lambda d: (d / "model.safetensors").write_bytes(b"\1\0\0"), "damaged or unreadable"),
-    "missing tensor": (
-        lambda d: retensor(d, lambda t: t.pop("model.norm.weight")),
-        "no tensor model.norm.weight",
-    ),
+    "missing tensor": (lambda d: retensor(d, lambda t: t.pop("model.norm.weight")), "no tensor model.norm.weight"),
     "missing expert": (
         lambda d: retensor(d, lambda t: t.pop("model.layers.1.mlp.experts.2.up_proj.weight")),
         "has no tensor model.layers.1.*2.up_proj",

@@ -77,11 +77,7 @@ def test_experts_in_float32_are_not_compiled(moe_model: Path, make_policy: Calla
 @pytest.mark.parametrize("reshard", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_moe", "hunyuan_v1_moe", "ernie4_5_moe"])
 def test_router_keeps_float32(
-    family: str,
-    reshard: bool,
-    make_policy: Callable[..., Policy],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    family: str, reshard: bool, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """In bfloat16 blocks routers get float32, with float32 parameters that have gradients in every micro-batch."""
     build_reference(tiny_config(family), tmp_path)

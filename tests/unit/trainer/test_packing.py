@@ -11,16 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.packing import (
-    Costs,
-    Document,
-    StepData,
-    StepSource,
-    collate,
-    plan,
-    rollout_lengths,
-    to_device,
-)
+from prime_rl.trainer.packing import Costs, Document, StepData, StepSource, collate, plan, rollout_lengths, to_device
 from prime_rl.trainer.parallel import World
 from support import trainer as support
 
@@ -28,9 +19,7 @@ CPU = torch.device("cpu")
 
 
 @given(
-    lengths=st.lists(st.integers(1, 64), max_size=60),
-    ranks=st.integers(1, 5),
-    quadratic=st.sampled_from([0.0, 0.1]),
+    lengths=st.lists(st.integers(1, 64), max_size=60), ranks=st.integers(1, 5), quadratic=st.sampled_from([0.0, 0.1])
 )
 def test_plan(lengths: list[int], ranks: int, quadratic: float) -> None:
     """Every sample exactly once; no bin over seq_len; equal counts; the same for every caller."""

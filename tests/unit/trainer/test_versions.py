@@ -87,10 +87,7 @@ def test_what_servers_get_is_what_the_ranks_trained(tmp_path: Path) -> None:
 # ---- files
 
 
-@pytest.mark.parametrize(
-    ("which", "dtype"),
-    [("tied_model", torch.bfloat16), ("untied_model", torch.float32)],
-)
+@pytest.mark.parametrize(("which", "dtype"), [("tied_model", torch.bfloat16), ("untied_model", torch.float32)])
 def test_transformers_loads_what_was_trained(
     which: str,
     dtype: torch.dtype,
