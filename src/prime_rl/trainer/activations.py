@@ -32,11 +32,9 @@ if TYPE_CHECKING:
     from prime_rl.config.trainer import Recompute
 
 
-# Bytes of a chunk of host memory: a power of two, to which the pinned allocator would round it up.
-CHUNK = 1 << 24
+CHUNK = 1 << 24  # bytes of a chunk of host memory: a power of two, to which the pinned allocator would round it up
 SMALLEST = 1 << 20  # bytes below which a tensor stays on the device
-# Blocks that run before the computation waits for a copy: out before memory is released, in before it is needed.
-LAG = 3
+LAG = 3  # blocks that run before the computation waits for a copy: out before memory is released, in before it is used
 
 
 def offload_layers(layers: Sequence[nn.Module], device: torch.device, offloaded: Collection[int]) -> list[nn.Module]:
@@ -80,7 +78,6 @@ class _Block:
     arrived: bool = False
 
     def await_copy(self) -> None:
-        """Let the computation wait for the copies."""
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
 
@@ -122,7 +119,6 @@ class HostPool:
             self._bring(self.blocks[before])
 
     def _bring(self, block: _Block) -> None:
-        """Begin to copy back what is not on the device."""
         away = [storage for storage in block.offloaded if storage.device is None and storage.tensors]
         for storage in away:  # before the side stream, which the allocator would otherwise take for the memory's owner
             storage.device = torch.empty(storage.size, dtype=torch.uint8, device=self.device)
@@ -159,7 +155,6 @@ class HostPool:
         storage.chunks = []
 
     def unpack(self, kept: Tensor | _Kept) -> Tensor:
-        """The tensor that backward asks for."""
         if isinstance(kept, Tensor):
             return kept
         storage = kept.storage
@@ -192,10 +187,11 @@ class _OffloadedBlock(ActivationWrapper):
         }
 
         def pack(tensor: Tensor) -> Tensor | _Kept:
-            size, address = tensor.untyped_storage().nbytes(), _address(tensor)
-            if size < SMALLEST or address in shared or tensor.device != self.host.device:
+            whole, address = tensor.untyped_storage(), _address(tensor)
+            if whole.nbytes() < SMALLEST or address in shared or tensor.device != self.host.device:
                 return tensor
-            storage = kept.setdefault(address, _Storage(size, _bytes(tensor)))
+            data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(whole)  # type: ignore[call-overload]
+            storage = kept.setdefault(address, _Storage(whole.nbytes(), data))
             storage.tensors += 1
             return _Kept(self.index, storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -207,11 +203,6 @@ class _OffloadedBlock(ActivationWrapper):
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return the whole storage of a tensor as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
 
 
 LEVELS: "tuple[Recompute, ...]" = ("none", "pointwise", "wide", "attention", "full")
@@ -247,13 +238,10 @@ def checkpoint_layers(
 
 
 def wide_products(config: PretrainedConfig) -> set[int]:
-    """Output widths of the products into the feed-forward layer, of one expert where there are several.
-
-    Gate and up may be one product or two.
-    """
+    """Output widths of the products into the feed-forward layer, of one expert where there are several."""
     text = config.get_text_config()
     widths = {getattr(text, key, None) or 0 for key in ("intermediate_size", "moe_intermediate_size")} - {0}
-    return {width for one in widths for width in (one, 2 * one)}
+    return {width for one in widths for width in (one, 2 * one)}  # gate and up may be one product or two
 
 
 class Checkpointed(ActivationWrapper):
@@ -271,7 +259,6 @@ class Checkpointed(ActivationWrapper):
 
 
 def _checkpoint(level: "Recompute", kept: set[Any], wide: set[int]) -> Callable[..., Any]:
-    """torch's checkpoint with the policy of `level`."""
     plain = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if level == "full":
         return plain

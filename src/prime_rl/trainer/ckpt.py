@@ -40,9 +40,6 @@ _STATE = "state"
 # Recovery checkpoints by the clock
 _FIRST_RECOVERY_STEPS = 3  # updates before the first one: a run that is killed early has one
 _CHECKPOINT_MARGIN_STEPS = 3  # before a checkpoint, which would wait for it, none is begun
-_MAX_STALL_FRACTION = 0.01  # of the run's time, for which they hold the loop up
-_MAX_WRITE_FRACTION = 0.05  # of the run's time, during which they are written
-_MAX_PAUSE_SECONDS = 3600.0  # between two of them
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ def recovery_pause(held_up: float, writing: float) -> float:
     They may hold the loop up for 1 % of the run's time, and be written during 5 % of it: writing takes a disk, and now
     and then the interpreter. At least one an hour is made, except within the last steps before a checkpoint is due.
     """
-    return min(max(held_up / _MAX_STALL_FRACTION, writing / _MAX_WRITE_FRACTION), _MAX_PAUSE_SECONDS)
+    return min(max(held_up / 0.01, writing / 0.05), 3600.0)
 
 
 class Checkpoints:
@@ -378,7 +375,6 @@ class Checkpoints:
             )
 
     def _tidy(self, step: int, final: Path) -> None:
-        """Remove what a commit makes superfluous."""
         if final.name != PART:
             self._remove_recovery_but(step)
         elif self.alone() and self.config is not None:

@@ -50,7 +50,7 @@ HOST_SHARE = 0.5  # most of the host's available memory that is offloaded to, un
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model memory and time depend on; widths in elements.
+    """What of a model, perhaps on the meta device, memory and time depend on; widths in elements.
 
     `feed_forward` is the inner width of the feed-forward layer, for a mixture of experts of all that one token is sent
     to, and of those that tokens share; `chosen` is how many one token is sent to (dense: 1). `mixed` is what the
@@ -72,7 +72,6 @@ class Shape:
 
     @classmethod
     def of(cls, lm: PreTrainedModel) -> "Shape":
-        """From a model, which may be on the meta device."""
         text = lm.config.get_text_config()
         heads, key_value_heads, head_size = attention_heads(lm.config)
         total = sum(parameter.numel() for parameter in lm.parameters())
@@ -182,7 +181,6 @@ class Estimate:
         return self.total * (1 + RESERVE)
 
     def __str__(self) -> str:
-        """The moment, its parts and their GiB, the largest first."""
         largest = sorted(self.parts.items(), key=lambda part: -part[1])
         return f"{self.moment}: {', '.join(f'{name} {_gib(size)}' for name, size in largest if size)}"
 

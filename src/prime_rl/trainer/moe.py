@@ -27,9 +27,9 @@ from prime_rl.trainer.lm_head import has_kernels
 from prime_rl.trainer.report import Named
 
 NAME = "prime_rl_grouped"
+# The operators whose outputs checkpointed blocks keep: choosing experts again from logits that another kernel rounded
+# otherwise would assign kept rows to other experts.
 KEPT = {torch.ops.aten.topk.default, torch.ops.aten.max.dim}
-"""The operators whose outputs checkpointed blocks keep: choosing experts again from logits that another kernel rounded
-otherwise would assign kept rows to other experts."""
 
 
 class SparseBlock(NamedTuple):

@@ -30,13 +30,8 @@ if TYPE_CHECKING:
 CHUNK = 1 << 24  # elements of the parameters whose states visit the device together: 64 MiB of each float32 state
 _UNDER_WAY = 3
 _ALIGNED = 1024  # elements: where a parameter's states begin, so that kernels read them in wide words
-_EPS = 1e-8
-_MUON_BETAS = 0.9, 0.95  # of AdamW beside Muon
-_MEANS, _MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 _TOGETHER = 1 << 24  # elements that one rank orthogonalizes at a time
-_ITERATIONS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # Jordan's quintic: singular values in (0, 1] end up between about 0.7 and 1.2
-_SMALLEST_NORM = 1e-30
 
 Settings = Mapping[str, Any]
 Steps = Mapping[nn.Parameter, Tensor]
@@ -233,22 +228,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def build_optimizer(model: nn.Module, config: "OptimConfig") -> ShardedOptimizer:
-    """Build the optimizer of a model's float32 masters.
+    """Build the optimizer of a model's float32 masters. Raises UserError if the host has not enough memory.
 
     They must be float32: at reinforcement-learning rates (1e-6) over 95 % of bfloat16 weights would not move at all.
-
-    Raises UserError if the host has not enough memory.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     settings = {"lr": config.lr, "weight_decay": config.weight_decay}
     groups = []
-    betas = (config.betas1, config.betas2) if config.type == "adamw" else _MUON_BETAS
+    betas = (config.betas1, config.betas2) if config.type == "adamw" else (0.9, 0.95)
     if config.type == "muon":
         hidden = [(name, parameter) for name, parameter in named if is_hidden_matrix(name, parameter)]
         groups.append(muon_group(hidden, {**settings, "momentum": config.momentum}, config.offload))
         named = [(name, parameter) for name, parameter in named if not is_hidden_matrix(name, parameter)]
-    others = {**settings, "betas": betas, "eps": _EPS}
-    groups.append(ParameterGroup([p for _, p in named], others, _MEANS, adamw, host=config.offload))
+    others = {**settings, "betas": betas, "eps": 1e-8}
+    means = "exp_avg", "exp_avg_sq"
+    groups.append(ParameterGroup([p for _, p in named], others, means, adamw, host=config.offload))
     return ShardedOptimizer(groups)
 
 
@@ -301,7 +295,7 @@ def muon_group(named: Iterable[tuple[str, nn.Parameter]], settings: dict[str, fl
             batches.append(_Batch([elements], rows // parts, columns))
     parameters = [parameter for of_shape in matrices.values() for parameter in of_shape] + list(experts)
     rule, chunks = partial(_update_matrices, batches), [batch.elements for batch in batches]
-    return ParameterGroup(parameters, settings, _MOMENTUM, rule, chunks, host=offload)
+    return ParameterGroup(parameters, settings, ["momentum_buffer"], rule, chunks, host=offload)
 
 
 def orthogonalize(x_BRC: Tensor) -> Tensor:
@@ -315,8 +309,8 @@ def orthogonalize(x_BRC: Tensor) -> Tensor:
     x_BSL = x_BRC.mT if tall else x_BRC
     exact = torch.promote_types(x_BSL.dtype, torch.float32)
     norm = torch.linalg.vector_norm(x_BSL, dim=(-2, -1), keepdim=True, dtype=exact)
-    x_BSL = x_BSL * norm.clamp(min=_SMALLEST_NORM).reciprocal().to(x_BSL.dtype)
-    for _ in range(_ITERATIONS):
+    x_BSL = x_BSL * norm.clamp(min=1e-30).reciprocal().to(x_BSL.dtype)
+    for _ in range(5):
         gram_BSS = x_BSL @ x_BSL.mT
         polynomial_BSS = torch.baddbmm(gram_BSS, gram_BSS, gram_BSS, beta=_B, alpha=_C)
         x_BSL = torch.baddbmm(x_BSL, polynomial_BSS, x_BSL, beta=_A)

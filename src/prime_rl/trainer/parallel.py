@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor
 from prime_rl.errors import UserError
 from prime_rl.transport.commit import CommitError
 
-_SWITCH_SECONDS = 1e-4
-
 T = TypeVar("T")
 
 # The mesh's dimensions. Whoever needs one asks for it by name, so that a later kind of parallelism can add its own.
@@ -72,7 +70,7 @@ def init_world(device: str, timeout: float, replicate: int = 1) -> World:
     """
     # The loop releases the interpreter with every operator, and would wait 5 ms (Python's default) to take it back from
     # a thread that packs or exports: on small steps longer than the GPU takes for what is queued.
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(1e-4)
     # Read when CUDA starts. The loop launches more kernels than a queue holds by default (about a thousand); launches
     # between two steps would find it full, and the GPU would wait for the next step: 2.2 % of a step's time with the
     # logprob check, 0.7 % with longer queues (0.6B, H200).
@@ -180,12 +178,10 @@ def rows_of_ranks(rows: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def rows_of_rank(rows: int, world: World) -> tuple[int, int]:
-    """This rank's rows [start, end)."""
     return rows_of_ranks(rows, world.shards)[world.rank % world.shards]
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -261,10 +257,7 @@ class ToHost:
 
 
 def page_lock(buffer: Tensor, owner: object) -> int:
-    """Pin a buffer for as long as `owner` exists; return CUDA's error, or 0.
-
-    (torch's own allocator of such memory rounds up to a power of two.)
-    """
+    """Pin a buffer, which torch would round up to a power of two, while `owner` exists; return CUDA's error, or 0."""
     runtime, size = torch.cuda.cudart(), buffer.numel() * buffer.element_size()
     error = int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0)) if size else 0
     if size and not error:

@@ -167,7 +167,6 @@ def load_weights(policy: nn.Module, directory: Path, world: World) -> None:
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
-    """The file of every tensor in a model directory."""
     index = directory / "model.safetensors.index.json"
     try:
         if index.is_file():

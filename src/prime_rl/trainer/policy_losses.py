@@ -21,7 +21,7 @@ PolicyTerm = tuple[Tensor, Tensor]
 
 
 class Sequences:
-    """Sums and means over the sampled tokens of each sequence, given to each token of it.
+    """Sums and means over the sampled tokens of each sequence, given to each token of it: [N] -> [N].
 
     Args:
         document: [N] int64, ascending: the sequence that each token belongs to.
@@ -36,11 +36,9 @@ class Sequences:
         self._sampled = self._totals(torch.ones_like(mask)).clamp(min=1)
 
     def sum(self, values: Tensor) -> Tensor:
-        """[N] -> [N]"""
         return self._totals(values)[self._document]
 
     def mean(self, values: Tensor) -> Tensor:
-        """[N] -> [N]"""
         return (self._totals(values) / self._sampled)[self._document]
 
     def _totals(self, values: Tensor) -> Tensor:

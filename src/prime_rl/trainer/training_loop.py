@@ -227,7 +227,6 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
 
 
 def bench_config(config: C) -> C:
-    """A few steps on fake data, nothing saved."""
     fake = config.data.fake or (FakeSFTData() if isinstance(config, SFTConfig) else FakeData())
     changes: dict[str, Any] = {
         "data": config.data.model_copy(update={"fake": fake}),

@@ -14,11 +14,8 @@ from torch import Tensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-1e30)
-"""A logit no row has. Finite, because lanes that hold it are multiplied by 0."""
-
-BLOCK = 4096
-"""Logits a program takes at once."""
+LOWEST = tl.constexpr(-1e30)  # a logit no row has; finite, because lanes that hold it are multiplied by 0
+BLOCK = 4096  # logits a program takes at once
 WARPS = 8
 
 
@@ -51,7 +48,6 @@ def _stats(
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """One program a row."""
     row = tl.program_id(0).to(tl.int64)  # C · V passes 2^31
     x = logits + row * V
     scale = tl.load(inv_temperature + row) * LOG2_E
@@ -161,8 +157,7 @@ def _checked(logits_CV: Tensor) -> Tensor:
     return logits_CV
 
 
-COLUMNS = 2048
-"""Columns of a row that a program takes."""
+COLUMNS = 2048  # of a row that a program takes
 
 
 # One program a token and so many columns. There may be more than 2^31 elements: addresses are int64.

@@ -26,12 +26,10 @@ from prime_rl.transport.commit import disk_errors
 from prime_rl.transport.exchange import DTYPES, layout, shared_buffer
 from prime_rl.transport.weights import INDEX, TensorEntry, hash_tensors
 
-DEVICE_SHARE = 1 / 8
-"""Of the GPU's memory, the copy takes at most this much; a larger one lies in host memory."""
+DEVICE_SHARE = 1 / 8  # of the GPU's memory, most that the copy takes; a larger one lies in host memory
 FILE_BYTES = 256 << 20  # a file holds more only if one tensor does
 _LEAST_FILE_BYTES = 64 << 20
 _FILES = 16  # of a small model, or more: the kernel lets one thread at a time write to a file
-_THREADS = 8  # at most
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 _NOT_COPIED = {"manifest.json", INDEX}  # present if the source is a committed version itself
 
@@ -142,7 +140,7 @@ class WeightCopy:
                 return hash_tensors(path)
 
         # Several files at a time: the disk and xxh3 do not hold the interpreter.
-        threads = min(max((os.cpu_count() or 1) // local_ranks() - 4, 2), _THREADS, len(tensors))
+        threads = min(max((os.cpu_count() or 1) // local_ranks() - 4, 2), 8, len(tensors))
         with ThreadPoolExecutor(threads, thread_name_prefix="export") as pool:  # bounded: by the disk
             hashed = {name: entry for entries in pool.map(write, tensors) for name, entry in entries.items()}
         if len(tensors) > 1:

@@ -205,7 +205,6 @@ class WeightPublisher:
     # ---- in the thread that commits
 
     def _prepare(self) -> None:
-        """Make the memory, and the publisher."""
         copies, config = self._copies, self.config
         copies.allocate()
         if self.memory:

@@ -40,7 +40,6 @@ def load_rows(config: SFTData) -> "list[Row] | Dataset":
     """The rows of `config.name`: a .jsonl or .parquet file, a saved or a hub dataset.
 
     `split` and `subset` choose within saved and hub datasets; a plain file has neither.
-
     Raises UserError if it is missing, unreadable or empty, or lacks the split or subset that is asked for.
     """
     import httpx
