@@ -261,13 +261,11 @@ class WeightsExtension:
         return self.prime_staging.answer()
 
     def prime_staged(self) -> dict[str, Any]:
-        """The progress of staging: see `Staging.answer`."""
         if self.prime_staging is None:
             return {"state": "failed", "why": "nothing is staged", "retry": False}
         return self.prime_staging.answer()
 
     def prime_unstage(self) -> None:
-        """Drop the staged version."""
         if self.prime_staging is not None:
             self.prime_staging.drop()
             self.prime_staging = None

@@ -102,10 +102,8 @@ class Checkpoints:
     def choose(self, marked_finished: bool = False) -> bool:
         """Decide what to resume from, before anything is loaded or written. Rank 0 hashes it, within `dist_timeout`.
 
-        Args:
-            marked_finished: The run's last status was `finished`.
-
-        Returns whether a run that is to be recovered has nothing left to do: its last state and version are committed.
+        Returns whether a run that is to be recovered, and whose last status was `finished` (`marked_finished`), has
+        nothing left to do: its last state and version are committed.
         Raises UserError: there is no such checkpoint, it is damaged or of a newer format; an earlier run or something
         foreign is in the way.
         """
@@ -184,12 +182,9 @@ class Checkpoints:
     def save(
         self, progress: Progress, kind: Kind = "checkpoint", dependencies_committed: Callable[[], bool] = lambda: True
     ) -> None:
-        """Commit the training state. In the background: return once a copy of it is begun.
+        """Commit the training state, once what must not be behind it (its row, its version) is committed.
 
-        Args:
-            dependencies_committed: Whether what must not be behind the state is committed (its row, its version). Only
-                then is the state committed, by the thread.
-
+        In the background: return once a copy of it is begun; the thread waits for `dependencies_committed`.
         Raises UserError if the disk is full, or an earlier save failed; no final name holds anything half-written.
         """
         began = time.monotonic()

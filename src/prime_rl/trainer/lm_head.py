@@ -87,9 +87,7 @@ def dlogits_(
     """Overwrite the logits [C, V] with the gradient with respect to them, and return them.
 
     d logprob / dz = onehot - p,  d entropy / dz = -p (log p + entropy),  where z = logits / temperature.
-
-    Args:
-        slope: The logits x are tanh(slope · u), and the gradient is that with respect to u:  dx / du = slope (1 - x²).
+    With `slope` the logits are x = tanh(slope · u), and the gradient is with respect to u: dx / du = slope (1 - x²).
     """
     rows = labels_C, inv_temperature_C, log_z_C, entropy_C, d_logprob_C, d_entropy_C
     if has_kernels(logits_CV):
@@ -142,11 +140,9 @@ def fused_token_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and the metric sums of `token_loss` over all tokens, in one pass.
 
-    Gradients are formed in forward, while the chunk's logits exist: three matrix products a chunk instead of four.
-
-    Args:
-        compiled: Compile `token_loss` and its gradient, once for all sizes: in eager mode their many operations on [C]
-            cost more than the logits.
+    Gradients are formed in forward, while the chunk's logits exist: three matrix products a chunk instead of four. With
+    `compiled`, `token_loss` and its gradient are compiled, once for all sizes: in eager mode their many operations on
+    [C] cost more than the logits.
 
     Returns loss [] (differentiable in hidden, weight and bias, once) and sums [M] (not differentiable).
     """

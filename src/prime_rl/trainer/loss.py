@@ -110,12 +110,9 @@ STREAMS = ("mask", "logprobs", "advantages", "ref_logprobs", "rl_scale", "ce_sca
 
 @dataclass(frozen=True)
 class SequenceLoss:
-    """A loss that couples the tokens of a sequence: of all loss tokens of a micro-batch at once, not of chunks.
+    """A loss that couples the tokens of a sequence: of all loss tokens of a micro-batch at once, not of chunks."""
 
-    Args:
-        of: (logprob [N], entropy [N], streams [K, N], sequences) -> (summed loss, sums [M])
-    """
-
+    # (logprob [N], entropy [N], streams [K, N], sequences) -> (summed loss, sums [M])
     of: Callable[[Tensor, Tensor, Tensor, Sequences], tuple[Tensor, Tensor]]
 
     def __call__(

@@ -111,38 +111,24 @@ class Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained with one shape.
+    """What is trained with one shape."""
 
-    Args:
-        tokens: Most tokens of a micro-batch.
-        itemsize: Bytes of a computed number.
-        state_bytes: Bytes of optimizer state per parameter on the device.
-        published_bytes: Bytes of published weights per parameter on the device.
-    """
-
-    tokens: int
-    itemsize: int = 2
+    tokens: int  # most of a micro-batch
+    itemsize: int = 2  # bytes of a computed number
     shards: int = 1
     ranks: int = 1
-    state_bytes: float = 8.0
-    published_bytes: float = 0.0
+    state_bytes: float = 8.0  # of the optimizer, per parameter on the device
+    published_bytes: float = 0.0  # of published weights, per parameter on the device
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What memory is traded for time with.
+    """What memory is traded for time with."""
 
-    Args:
-        levels: What each layer computes again in backward.
-        head_chunk: Tokens whose logits exist at the same time.
-        reshard: Whether gathered parameters are freed between forward and backward.
-        offloaded: The layers whose kept tensors are offloaded to host memory.
-    """
-
-    levels: "tuple[Recompute, ...]"
-    head_chunk: int
-    reshard: bool
-    offloaded: tuple[int, ...] = ()
+    levels: "tuple[Recompute, ...]"  # what each layer computes again in backward
+    head_chunk: int  # tokens whose logits exist at the same time
+    reshard: bool  # whether gathered parameters are freed between forward and backward
+    offloaded: tuple[int, ...] = ()  # the layers whose kept tensors are offloaded to host memory
 
     def __str__(self) -> str:
         levels = ", ".join(f"{level} in {count} layers" for level, count in Counter(self.levels).items())

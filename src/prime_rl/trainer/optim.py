@@ -319,19 +319,13 @@ def orthogonalize(x_BRC: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Matrices [rows, columns] that are orthogonalized together.
+    """Matrices [rows, columns] that are orthogonalized together."""
 
-    Args:
-        elements: This rank's rows of each matrix; experts are whole on their rank, and in one.
-        group: The ranks that share the rows; None if this one has them all.
-        owners: The rank of the group that orthogonalizes each matrix, in ascending order.
-    """
-
-    elements: list[Elements]
+    elements: list[Elements]  # this rank's rows of each matrix; experts are whole on their rank, and in one
     rows: int
     columns: int
-    group: dist.ProcessGroup | None = None
-    owners: Sequence[int] = ()
+    group: dist.ProcessGroup | None = None  # the ranks that share the rows; None if this one has them all
+    owners: Sequence[int] = ()  # the rank of the group that orthogonalizes each matrix, in ascending order
 
 
 def _deal(matrices: Iterable[list[nn.Parameter]]) -> Iterator[_Batch]:

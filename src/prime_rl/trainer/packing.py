@@ -87,12 +87,8 @@ def plan(lengths: Sequence[int] | Ints, seq_len: int, ranks: int, costs: Costs |
     Ranks work in lockstep, so the micro-batches of one micro-step must cost the same. Samples go longest first into the
     cheapest bin with room; bins are sorted by cost and dealt in runs of `ranks`.
 
-    Args:
-        lengths: Tokens of each sample.
-        seq_len: Most tokens of a micro-batch.
-
-    Returns plan[rank][micro_step] = ascending sample indices; as many micro-steps on every rank, some possibly empty.
-    Raises UserError if a sample is longer than `seq_len`.
+    Returns plan[rank][micro_step] = ascending indices into `lengths`, of at most `seq_len` tokens together; as many
+    micro-steps on every rank, some possibly empty. Raises UserError if a sample is longer than `seq_len`.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if sizes.size and sizes.max() > seq_len:
@@ -211,22 +207,14 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 @dataclass(frozen=True)
 class StepData:
-    """One step: this rank's micro-batches, and what is known of all ranks' samples.
-
-    Args:
-        lengths: Tokens of each of all ranks' samples.
-        samples: Samples, or rows of a dataset, that the step takes from the source: a resumed run goes on after them.
-        metrics: For the step's row.
-        groups: For each micro-batch the index of each document's group in the step (`rl.data.grouped`).
-        group_count: Groups of the step, over all ranks.
-    """
+    """One step: this rank's micro-batches, and what is known of all ranks' samples."""
 
     batches: list[MicroBatch]
-    lengths: list[int]
-    samples: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    groups: list[Ints] = field(default_factory=list)
-    group_count: int = 0
+    lengths: list[int]  # tokens of each of all ranks' samples
+    samples: int = 0  # or rows of a dataset, that the step takes from the source: a resumed run goes on after them
+    metrics: dict[str, float] = field(default_factory=dict)  # for the step's row
+    groups: list[Ints] = field(default_factory=list)  # by micro-batch: each document's in the step (`rl.data.grouped`)
+    group_count: int = 0  # groups of the step, over all ranks
 
     @property
     def tokens(self) -> int:
@@ -241,10 +229,8 @@ OnWait = Callable[[str, str, float], None]
 class StepSource:
     """Gives step after step: a thread prepares one step ahead of the last one read, and asks no other rank.
 
-    Every rank calls every method but `prepare` and `exists` with the same step.
-
-    Args:
-        seconds: How long preparing a step may take once it is read.
+    Every rank calls every method but `prepare` and `exists` with the same step. Preparing a step may take `seconds`
+    once it is read.
     """
 
     def __init__(self, world: World, seconds: float) -> None:

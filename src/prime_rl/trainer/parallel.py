@@ -31,17 +31,13 @@ class World:
 
     Every rank trains on data of its own. The ranks form `replicas` groups of consecutive ranks; each group holds the
     whole training state, sharded by rows among its ranks (HSDP).
-
-    Args:
-        mesh: Has the dimension `dp_shard`, and before it `dp_replicate` where there are several replicas.
-        group: The ranks' process group for the host's collectives; None is the default one, which the loop uses.
     """
 
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh
-    group: dist.ProcessGroup | None = None
+    mesh: DeviceMesh  # has the dimension `dp_shard`, and before it `dp_replicate` where there are several replicas
+    group: dist.ProcessGroup | None = None  # for the host's collectives; None is the default one, which the loop uses
     replicas: int = 1
 
     @property

@@ -7,11 +7,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from prime_rl.trainer import moe, recurrent
+from prime_rl.trainer.memory import GIB
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import attention_heads
-
-GIB = 1 << 30
 
 # Dense bfloat16 peak in FLOP/s, by a part of the device's name; the first that matches.
 _PEAKS = {

@@ -139,24 +139,15 @@ Named = Callable[[list[float]], Mapping[str, float]]  # a step's metrics by name
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The metrics of step `step`, some of which are still on the device.
-
-    Args:
-        sums: Metric sums on their way to the host, then the gradient norm.
-        moments: When the device began, had the gradients, and had changed the weights.
-        named: Gives the metrics of the sums.
-        known: Those that the host knows already.
-        tokens: Of all ranks.
-        ideal: Seconds that the step's FLOP would take at the ranks' peak (None: not known).
-    """
+    """The metrics of step `step`, some of which are still on the device."""
 
     step: int
-    sums: ToHost
-    moments: tuple[Moment, Moment, Moment]
+    sums: ToHost  # metric sums on their way to the host, then the gradient norm
+    moments: tuple[Moment, Moment, Moment]  # when the device began, had the gradients, and had changed the weights
     named: Named
-    known: Mapping[str, float]
-    tokens: int
-    ideal: float | None
+    known: Mapping[str, float]  # the metrics that the host knows already
+    tokens: int  # of all ranks
+    ideal: float | None  # seconds that the step's FLOP would take at the ranks' peak (None: not known)
 
     def read(self) -> tuple[list[float], float]:
         """The sums over all ranks, and the gradient norm.

@@ -41,24 +41,15 @@ C = TypeVar("C", TrainerConfig, SFTConfig)
 
 @dataclass(frozen=True)
 class Recipe:
-    """What RL and fine-tuning differ in.
+    """What RL and fine-tuning differ in."""
 
-    Args:
-        tokens: Most tokens of a micro-batch.
-        names: Gives the metrics of a step's summed `loss` metrics.
-        open_data: Opens the data, before the model is built.
-        served: The config of a run whose versions servers follow (None: versions are for checkpoints alone).
-        weights: What versions are kept, and how servers get them.
-        router_replay: Whether tokens go to the experts that the engine chose for them.
-    """
-
-    tokens: int
+    tokens: int  # most of a micro-batch
     loss: TokenLoss | SequenceLoss
-    names: Named
-    open_data: Callable[[World, Source], StepSource]
-    weights: WeightsConfig
-    served: TrainerConfig | None = None
-    router_replay: bool = False
+    names: Named  # for the summed metrics of `loss`
+    open_data: Callable[[World, Source], StepSource]  # called before the model is built
+    weights: WeightsConfig  # what versions are kept, and how servers get them
+    served: TrainerConfig | None = None  # of a run whose versions servers follow (None: they are for checkpoints alone)
+    router_replay: bool = False  # whether tokens go to the experts that the engine chose for them
 
 
 def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:

@@ -122,12 +122,13 @@ def stats(logits_CV: Tensor, labels_C: Tensor, inv_temperature_C: Tensor) -> tup
 
     The log-probability of a label outside the vocabulary is NaN. See `lm_head.stats`.
     """
+    assert logits_CV.is_contiguous(), "the kernels know no strides"
     size, vocabulary = logits_CV.shape
     log_z, logprob, entropy = (torch.empty(size, dtype=torch.float32, device=logits_CV.device) for _ in range(3))
     if size:
         rows = labels_C.contiguous(), inv_temperature_C.contiguous(), log_z, logprob, entropy
         width = 16 // logits_CV.element_size()  # bytes of a thread's widest load
-        _stats[(size,)](_checked(logits_CV), *rows, vocabulary, BLOCK // width, width, num_warps=WARPS)
+        _stats[(size,)](logits_CV, *rows, vocabulary, BLOCK // width, width, num_warps=WARPS)
     return log_z, logprob, entropy
 
 
@@ -142,18 +143,14 @@ def dlogits_(
     slope: float | None = None,
 ) -> Tensor:
     """Overwrite the logits with the gradient with respect to them; see `lm_head.dlogits_`."""
+    assert logits_CV.is_contiguous()
     size, vocabulary = logits_CV.shape
     if size:
         rows = labels_C, inv_temperature_C, log_z_C, entropy_C, d_logprob_C, d_entropy_C
         # The gradient of a sum is one number, expanded.
         contiguous = [row.contiguous() for row in rows]
         grid = (size * triton.cdiv(vocabulary, BLOCK),)
-        _dlogits[grid](_checked(logits_CV), *contiguous, vocabulary, BLOCK, slope, num_warps=WARPS)
-    return logits_CV
-
-
-def _checked(logits_CV: Tensor) -> Tensor:
-    assert logits_CV.is_contiguous(), "the kernels know no strides"
+        _dlogits[grid](logits_CV, *contiguous, vocabulary, BLOCK, slope, num_warps=WARPS)
     return logits_CV
 
 

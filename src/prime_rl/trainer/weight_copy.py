@@ -48,10 +48,7 @@ class Copy(NamedTuple):
 
 
 class WeightCopy:
-    """Whole tensors on rank 0, in one buffer on its GPU, or in host memory if they are a large share of the GPU's.
-
-    Args:
-        gpu: Whether the buffer may take memory of the GPU.
+    """Whole tensors on rank 0: in one buffer on its GPU, if `gpu` allows, or in host memory if that share is large.
 
     Attributes:
         tensors: Name, dtype and shape of each, in the order of the buffer; `ranges` in it, `size` bytes in all.

@@ -127,8 +127,7 @@ def remove_expendable(
 ) -> None:
     """Remove complete checkpoints beyond `keep`, and parts without partner older than the newest complete one.
 
-    Args:
-        in_progress: Steps that are being saved, or resumed from.
+    Steps `in_progress` are being saved, or resumed from.
     """
     complete = complete_steps(root)
     expendable = {*expendable_checkpoints(complete, keep, keep_interval)}

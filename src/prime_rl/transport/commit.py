@@ -28,8 +28,7 @@ from prime_rl.errors import UserError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-UNSYNCED_BYTES = 64 << 20
-"""Of a large file, in the page cache at most: on ext4 any other fsync waits until these are written."""
+UNSYNCED_BYTES = 64 << 20  # of a large file, in the page cache at most: any other fsync on ext4 waits for them
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)", re.ASCII)  # as we write it: `step_007` is not ours
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY, errno.EISDIR)
 _FAILED = (
@@ -91,10 +90,8 @@ class Stage:
     ) -> None:
         """Make everything durable and rename it to its final name.
 
+        `hashes` are those known, by relative file name; the others are computed from the files' bytes.
         Raises CommitError if something stands under `final` already, UserError if the disk fails, is full or read-only.
-
-        Args:
-            hashes: Known hashes by relative file name; the others are computed from the files' bytes.
         """
         subject, hashes = subject_of(self.final), hashes or {}
         with disk_errors(self.path):
@@ -155,10 +152,8 @@ def stage(final: Path, *, step: int, producer: str, extra: dict[str, Any] | None
 def disk_errors(path: Path, outcome: str = "nothing was committed") -> Iterator[None]:
     """Raise a full, failing or read-only file system, or something in the way, as a `UserError` that names the place.
 
-    Every other error passes unchanged: a missing file, or an error of networks or processes.
-
-    Args:
-        outcome: What is left after the error.
+    Every other error passes unchanged: a missing file, or an error of networks or processes. The `UserError` says by
+    `outcome` what is left.
     """
     try:
         yield

@@ -202,9 +202,7 @@ class RolloutBatch:
 def open_batch(directory: Path, *, check_bytes: bool = True) -> RolloutBatch:
     """Open a committed batch. Raises CommitError if it is not committed or its file differs from the manifest.
 
-    Args:
-        check_bytes: Compare the file's hash with the manifest. One reader per host is enough; the others check the
-            size only.
+    With `check_bytes` in the file's hash: one reader per host is enough; the others check the size only.
     """
     manifest = verify(directory, unhashed=() if check_bytes else (FILE,))
     if FILE not in manifest.files:

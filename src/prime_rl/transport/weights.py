@@ -30,18 +30,13 @@ REFERENCE_TOKENS = 64  # of the fixed prompt
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a version: its safetensors dtype ("F32", "BF16", …) and shape.
+    """One tensor of a version: its safetensors dtype ("F32", "BF16", …) and shape."""
 
-    Attributes:
-        file: The file that holds it, and `xxh3` the hash of its bytes; both are empty while no file does.
-        checksum: Of versions that were published from memory (`exchange.checksums`), also once they are durable.
-    """
-
-    file: str
+    file: str  # that holds it; empty while none does
     dtype: str
     shape: list[int]
-    xxh3: str
-    checksum: str = ""
+    xxh3: str  # of its bytes in the file
+    checksum: str = ""  # of versions that were published from memory (`exchange.checksums`), also once they are durable
 
 
 class TensorRange(NamedTuple):
@@ -66,36 +61,26 @@ class LogprobReference:
 
 @dataclass(frozen=True)
 class PublisherAddress:
-    """Where workers receive a version from the trainer's memory (`exchange.Publisher`).
-
-    Attributes:
-        timeout: Seconds without progress after which either side ends a transfer.
-    """
+    """Where workers receive a version from the trainer's memory (`exchange.Publisher`)."""
 
     host: str
     port: int
     token: str = field(repr=False)
-    timeout: float
+    timeout: float  # seconds without progress after which either side ends a transfer
 
 
 @dataclass(frozen=True)
 class WeightsManifest:
-    """A version's identity.
-
-    Attributes:
-        base: The model directory that holds the tensors (version 0), else None.
-        reference: None if the trainer scored none.
-        publisher: The publisher that holds the tensors; None if files hold them.
-    """
+    """A version's identity."""
 
     version: int
     incarnation: int
     hash: str
     tensors: dict[str, TensorEntry]
-    base: str | None
+    base: str | None  # the model directory that holds the tensors (version 0), else None
     directory: Path
-    reference: LogprobReference | None = None
-    publisher: PublisherAddress | None = None
+    reference: LogprobReference | None = None  # None if the trainer scored none
+    publisher: PublisherAddress | None = None  # who holds the tensors; None if files hold them
 
     @property
     def files(self) -> Path:
@@ -291,10 +276,8 @@ def file_hashes(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
 def make_durable(directory: Path, write: Callable[[Path], Mapping[str, TensorEntry]]) -> None:
     """Write a version's tensors, from memory, into its own directory. Only the trainer does so.
 
-    The manifest is replaced last; until then the version is what it was. Its hash does not change.
-
-    Args:
-        write: Writes the files of a model directory, and returns its tensors with their hashes.
+    The manifest is replaced last; until then the version is what it was. Its hash does not change. `write` writes the
+    files of a model directory, and returns its tensors with their hashes.
     """
     committed = read_manifest(directory)
     manifest = weights_manifest(directory, committed)
