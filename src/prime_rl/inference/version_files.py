@@ -15,8 +15,7 @@ from prime_rl.transport.weights import INDEX, TensorEntry, WeightsManifest, weig
 
 MESSAGE_CHARACTERS = 8192  # it may quote what a request or a manifest says
 STALL_SECONDS = 45.0  # of a read, without progress; shorter than a weight change waits for another one
-TURN_SECONDS = 1e-4
-"""For `sys.setswitchinterval`: by default a thread waits 5 ms for the interpreter, longer than reading a block."""
+TURN_SECONDS = 1e-4  # for `sys.setswitchinterval`: by default a thread waits 5 ms, longer than reading a block
 
 T = TypeVar("T")
 

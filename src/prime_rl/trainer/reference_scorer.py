@@ -26,9 +26,7 @@ from prime_rl.transport.weights import LogprobReference, reference_tokens
 class ReferenceScorer:
     """Score the fixed prompt with the policy as it is exported. Every rank calls it, at the same point of the run.
 
-    Args:
-        vocabulary: Token ids of the model.
-        computed: The dtype that the policy computes in, and `exported` that of exported weights.
+    `computed` is the dtype that the policy computes in, `exported` that of exported weights.
     """
 
     def __init__(

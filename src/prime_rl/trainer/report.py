@@ -65,7 +65,7 @@ class Report:
     """
 
     def __init__(self, config: "TrainingConfig", process: str, world: World, *, recover: bool = False) -> None:
-        self.config, self.process, self.rank, self.ranks = config, process, world.rank, world.size
+        self.config, self.process, self.ranks = config, process, world.size
         self.main = world.is_main
         self._name = process if self.main else f"{process}.{world.rank}"
         self._status: Status | None = None

@@ -23,22 +23,16 @@ class Incarnation:
 
 @dataclass(frozen=True)
 class Lease:
-    """What a reader may still read.
+    """What a reader may still read."""
 
-    Attributes:
-        incarnation: The newest it has seen; nothing is pruned until that is the current one.
-        version: The oldest it may read.
-    """
-
-    incarnation: int
-    version: int
+    incarnation: int  # the newest it has seen; nothing is pruned until that is the current one
+    version: int  # the oldest it may read
 
 
 # ---- which versions count
 
 
 def current_incarnation(incarnations: Mapping[int, int]) -> Incarnation:
-    """Return the newest incarnation."""
     return Incarnation(max(incarnations), incarnations[max(incarnations)]) if incarnations else Incarnation()
 
 

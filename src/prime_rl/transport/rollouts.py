@@ -40,9 +40,9 @@ SCHEMA = pa.schema(
         pa.field("ref_logprobs", _FLOATS),
     ]
 )
+# A column that exists only if a sample has experts: for its first N tokens, N ≤ T, the ids that the engine chose in
+# each of the model's layers, list<fixed_size_list<uint8 or uint16>[layers · k]>.
 EXPERTS = "routed_experts"
-"""A column that exists only if a sample has experts: for its first N tokens, N ≤ T, the ids that the engine chose in
-each of the model's layers, list<fixed_size_list<uint8 or uint16>[layers · k]>."""
 _STREAMS = tuple(field.name for field in SCHEMA if pa.types.is_list(field.type) and field.name != "policy_versions")
 _CODES = {np.dtype(kind): kind for kind in "iqfd"}
 

@@ -131,9 +131,7 @@ def dry_path(output_dir: Path, name: str) -> Path:
 def suggestions(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
     """Say what to do about an earlier run in `output_dir`, for the end of an error message.
 
-    Args:
-        saved: Whether a checkpoint is there.
-        recover: Whether the command has --recover.
+    `saved`: whether a checkpoint is there; `recover`: whether the command has --recover.
     """
     if recover and running_processes(output_dir) & {"trainer", "orchestrator"}:
         return "the other processes of that run are running: go on with them by --recover, or stop them first"
