@@ -334,17 +334,13 @@ class OrchestratorConfig(RecoverableRun, Environments[TrainingEnv]):
         yield conflict(longest >= self.seq_len, room)
         yield conflict(self.sampling.temperature == 0, greedy, "sampling.temperature")
         for env in self.environments:
-            component, (sampling, key) = self.algorithm_of(env.name).component, self._sampling_of(env)
+            component, sampling = self.algorithm_of(env.name).component, self.sampling.changed(env.sampling)
+            key = f"environments.{env.name}.sampling" if env.sampling else "sampling"
             who = "a teacher" if component == "ref_kl" else "the reference"
             scored = component == "ref_kl" or (component == "rl" and self.reference is not None)
             at = f"{who} tells log-probabilities of temperature 1, and {env.name} is sampled at {sampling.temperature}"
             yield conflict(sampling.temperature == 0, greedy, f"{key}.temperature")
             yield conflict(scored and sampling.temperature != 1.0, at, f"{key}.temperature")
-
-    def _sampling_of(self, env: TrainingEnv) -> tuple[SamplingConfig, str]:
-        """How an environment is sampled, and the key that says so."""
-        key = f"environments.{env.name}.sampling" if env.sampling else "sampling"
-        return self.sampling.changed(env.sampling), key
 
     def all_environments(self) -> list[EnvConfig]:
         """Those that are trained on, and those of evaluations."""

@@ -27,8 +27,6 @@ RESTARTED, FAILED_CHECK = "the server was restarted", "the server failed its log
 LEAVING = "it is to leave"
 _HOMES = 65_536  # groups whose server is remembered
 _CANCEL_SECONDS = 30.0
-_FIRST_BACKOFF_SECONDS = 1.0  # of a server whose episodes keep failing; doubled with each further failure
-_MAX_BACKOFF_SECONDS = 60.0
 
 
 class ReplicaState(StrEnum):
@@ -280,11 +278,6 @@ async def cancel_tasks(tasks: Collection["asyncio.Task[Any]"]) -> None:
                 "{} tasks did not end within {:.0f} s of their cancellation: {}",
                 len(running), _CANCEL_SECONDS, next(iter(running)),
             )  # fmt: skip
-
-
-def backoff_seconds(failures: int) -> float:
-    """Backoff after `failures` consecutive failed episodes; none after the first, which may be a restart."""
-    return min(_FIRST_BACKOFF_SECONDS * 2.0 ** (failures - 2), _MAX_BACKOFF_SECONDS) if failures > 1 else 0.0
 
 
 def least_loaded_healthy(replicas: Sequence[Replica]) -> Replica | None:

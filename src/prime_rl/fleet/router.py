@@ -30,11 +30,7 @@ class RouterClient:
     """
 
     def __init__(self, router: InferenceClient, backends: Sequence[InferenceClient]) -> None:
-        self._router, self._backends = router, backends
-
-    @property
-    def root(self) -> str:
-        return self._router.root
+        self._router, self._backends, self.root = router, backends, router.root
 
     async def wait_ready(self, on_wait: Callable[[str, str, float], None]) -> None:
         await asyncio.gather(*(each.wait_ready(on_wait) for each in (*self._backends, self._router)))

@@ -23,17 +23,9 @@ from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import ServerError, VersionNotSent
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
-from prime_rl.fleet.replicas import (
-    FAILED_CHECK,
-    LEAVING,
-    RESTARTED,
-    Replica,
-    ReplicaPool,
-    ReplicaState,
-    backoff_seconds,
-    cancel_tasks,
-)
+from prime_rl.fleet.replicas import FAILED_CHECK, LEAVING, RESTARTED, Replica, ReplicaPool, ReplicaState, cancel_tasks
 from prime_rl.monitor import Status
+from prime_rl.processes import backoff_seconds
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.incarnations import PublishedVersions
 from prime_rl.transport.protocol import BASE, continues_from, first_lease, lease_after_load, lease_before_load
@@ -49,6 +41,8 @@ POLL_SECONDS = 0.1
 PROBE_SECONDS = 5.0  # between two probes of all replicas
 RETRY_SECONDS = 1.0  # before the second attempt; then twice that, and so on
 MAX_RETRY_SECONDS = 15.0  # between two attempts to bring a replica back, while others are ready
+_BACKOFF_SECONDS = 1.0  # of a server whose episodes keep failing; doubled with each further failure
+_MAX_BACKOFF_SECONDS = 60.0
 _ATTEMPTS = 5  # to load a version, of each replica
 _MISSED_PROBES = 3  # unanswered in a row, until the others take over
 
@@ -82,13 +76,9 @@ class WeightSync:
         self._unsent_since: float | None = None  # since when the trainer's publisher has not sent what was asked for
 
     @property
-    def no_replica_ready(self) -> bool:
-        return not self.pool.ready
-
-    @property
     def newer_version_waiting(self) -> bool:
         """Whether no replica is ready and a newer version exists, which replicas that return will load."""
-        return self.no_replica_ready and self._newer is not None and not self.scheduler.must_go_back
+        return not self.pool.ready and self._newer is not None and not self.scheduler.must_go_back
 
     @property
     def _newer(self) -> int | None:
@@ -227,7 +217,7 @@ class WeightSync:
             if not back:
                 scheduler.announce(version)
             self._lease_before_load(incarnation.number, version)
-            if self.no_replica_ready:
+            if not self.pool.ready:
                 logger.warning("no server is ready: those that come back serve version {}", version)
             elif not await self._load_ready(version) and self.pool.ready:
                 return  # they go on with what they have
@@ -409,7 +399,8 @@ class WeightSync:
     async def _join(self, replica: Replica) -> None:
         """Bring a quarantined replica back; meanwhile other replicas take over its episodes.
         Raises LoadError as `_count_failures`, and UserError: no replica was ready for `client.ready_timeout`."""
-        rest = backoff_seconds(replica.failures)
+        # None after the first failed episode, which may be of a restart.
+        rest = backoff_seconds(max(replica.failures - 1, 0), _BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS)
         delay, rested = RETRY_SECONDS, time.monotonic() + (rest if self.pool.ready else min(rest, RETRY_SECONDS))
         while replica.state is ReplicaState.QUARANTINED:  # bounded: `_check_ready_timeout`; the run's end cancels it
             trouble = "it does not answer"

@@ -191,9 +191,8 @@ def _sections(config: RLConfig, layout: Layout, servers: Mapping[str, ServerSpec
         trainer = trainer.model_copy(update={"model": limited, "weights": weights})
     if len(servers) > 1:
         urls = [f"{server.url}/v1" for server in servers.values()]
-        orchestrator = orchestrator.model_copy(
-            update={"client": orchestrator.client.model_copy(update={"base_url": urls})}
-        )
+        client = orchestrator.client.model_copy(update={"base_url": urls})
+        orchestrator = orchestrator.model_copy(update={"client": client})
     sections: dict[str, BaseConfig] = {"rl": config, "trainer": trainer, "orchestrator": orchestrator}
     if inference is None:
         return sections

@@ -283,10 +283,10 @@ class Supervisor:
         waited_for = child.name not in statuses if child.is_job else not child.ready
         if waited_for and now - child.watched_since > timeout:
             return f"is not ready after {timeout:.0f} s"
-        own = {key: status for key, status in statuses.items() if key.partition(".")[0] == child.name}
         reasons = (
             stall_reason(key, status, self._policy, now, child.watched_since, not child.is_job)
-            for key, status in own.items()
+            for key, status in statuses.items()
+            if key.partition(".")[0] == child.name
         )
         return next(filter(None, reasons), None)
 

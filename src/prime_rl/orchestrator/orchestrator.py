@@ -134,7 +134,7 @@ class Orchestrator:
                 self.wake.set()  # more may start, once these have begun
                 await asyncio.sleep(0)
             await self._next_event()
-            while not (self.scheduler.done or self.weight_sync.no_replica_ready) and await self._commit_next_batch():
+            while not self.scheduler.done and self.fleet.ready and await self._commit_next_batch():
                 pass
 
     def stop(self) -> None:
@@ -208,7 +208,7 @@ class Orchestrator:
 
     def _launch(self) -> bool:
         """Start episodes that may start, but not too many at once. Returns whether more may."""
-        if self.weight_sync.no_replica_ready or self.stopping:
+        if self.stopping or not self.fleet.ready:
             return False
         for _ in range(_LAUNCHED_AT_ONCE):
             if (start := self.scheduler.next_start(time.monotonic())) is None:
@@ -309,7 +309,7 @@ class Orchestrator:
             async with asyncio.timeout(min(_WAKE_SECONDS, until_due if until_due > 0 else _WAKE_SECONDS)):
                 await self.wake.wait()
         self.wake.clear()
-        if gated and not self.weight_sync.version_lock.locked() and not self.weight_sync.no_replica_ready:
+        if gated and not self.weight_sync.version_lock.locked() and self.fleet.ready:
             # Nothing is in flight and nothing may start: only the trainer can free the run.
             self._gated_since = self._gated_since or began
             last_word = self.stopping or self._served_to_the_end
@@ -414,7 +414,7 @@ class Orchestrator:
     async def _save(self) -> None:
         async with self._saving:
             async with self.weight_sync.batch_lock:
-                if self.scheduler.unverified() and not self.weight_sync.no_replica_ready:
+                if self.scheduler.unverified() and self.fleet.ready:
                     await self.weight_sync.verify()
                     self.wake.set()  # where a group was rejected another may start
                 await asyncio.to_thread(self.ledger.flush, self.ledger.unwritten)
