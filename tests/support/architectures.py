@@ -108,7 +108,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
     "laguna": {"num_attention_heads_per_layer": [4, 4]},
     "longcat_flash": {"zero_expert_num": 2},
-    "llama4_text": {"moe_layers": [1], "num_experts_per_tok": 1, "floor_scale": 8, "attn_scale": 0.5},
+    "llama4_text": {"moe_layers": [1], "attention_chunk_size": 128, "num_experts_per_tok": 1, "attn_scale": 0.5},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"],
@@ -227,7 +227,6 @@ _ROPES = dict(variants(tiny_config("llama")))
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: ("llama", _ROPES[f"{kind} rope"]) for kind in ("linear", "dynamic", "yarn", "llama3", "longrope")},
     **{f"{name} sliding": (name, dict(variants(tiny_config(name)))["sliding window"]) for name in ("qwen2", "smollm3")},
-    "llama4 chunks": ("llama4_text", {"moe_layers": [], "attention_chunk_size": 80, "floor_scale": 8192}),
     "granite_swa": ("granite_swa", {"layer_types": ["sliding_attention", "full_attention"]}),
     "granitemoeshared": ("granitemoeshared", {"logits_scaling": 2.0}),
     "deepseek_v2 groups": ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}),

@@ -141,7 +141,7 @@ class Policy(nn.Module):
         self.head_chunk, self.frees_weights = memory.settings.head_chunk, memory.settings.reshard
         self.units: list[Unit] = []
         self.hookless: list[Unit] = []  # those that have to be gathered here
-        self.sparse = moe.sparse_blocks(lm)
+        self.sparse = [block for block in moe.sparse_blocks(lm) if not moe.is_dense(block.experts)]
 
     def forward(self, batch: MicroBatch, loss: TokenLoss | SequenceLoss | None = None) -> tuple[Tensor, Tensor]:
         """Return loss [] and metric sums [M] of `loss` over the loss tokens; without it logprob [L] and entropy [L]."""
@@ -295,6 +295,9 @@ def build_policy(
             raise UserError(f"model.compile: {source.name} has experts, which compile in bfloat16 only (model.dtype)")
         compiled = False
     mixers = recurrent.split_documents(lm, world)
+    for tensor in (tensor for mixer in mixers for tensor in mixer.state_dict(keep_vars=True).values()):
+        if not tensor.requires_grad:  # decays: in the type of their layer, as transformers loads them
+            tensor.data = tensor.data.to(dtype)
     lm.train()
     moe.set_up(lm, source.name)
     kept = attention.set_up(config.attention, examine(lm, source.name, tokens, mixers), dtype, world)

@@ -10,10 +10,12 @@ gate), H hidden size.
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from loguru import logger
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -53,10 +55,13 @@ def set_up(lm: PreTrainedModel, name: str) -> None:
                 f"model {name} cannot be trained: {type(module).__name__} is not part of transformers' experts "
                 "interface"
             )
-    if blocks:
+    if any("is_transposed" in vars(experts) for experts in known):
         lm.set_experts_implementation(NAME)
     for block, router, experts in blocks:
         block.eval()  # no jitter, no sampling of experts
+        if is_dense(experts):  # they are passed tokens times the router's weights
+            logger.warning("{}: all experts compute every token, which is slow", type(experts).__name__)
+            router.register_forward_hook(lambda _, inputs, out: tuple(each.to(inputs[0].dtype) for each in out))
         router.__class__ = _routed(type(router))  # type: ignore[arg-type]
         router.expert_count = len(next(experts.parameters()))
         # [T, K] experts that the engine chose, -1 where it chose none: set before each forward pass that replays them,
@@ -71,12 +76,18 @@ def set_up(lm: PreTrainedModel, name: str) -> None:
 
 
 def sparse_blocks(model: nn.Module) -> list[SparseBlock]:
-    """The model's blocks of experts whose forward is the interface's, which marks them, from first to last."""
+    """The model's blocks of experts of the interface, which marks them, or of dense ones, from first to last."""
     parts = [(module, dict(module.named_children())) for module in model.modules()]
     blocks = [
         SparseBlock(each, of.get("gate", of.get("router")), of["experts"]) for each, of in parts if "experts" in of
     ]
-    return [block for block in blocks if block.router is not None and "is_transposed" in vars(block.experts)]
+    known = (each for each in blocks if "is_transposed" in vars(each.experts) or is_dense(each.experts))
+    return [each for each in known if each.router is not None]
+
+
+def is_dense(experts: nn.Module) -> bool:
+    """Whether all compute every token, times a weight that is 0 where they were not chosen (Llama 4)."""
+    return [*signature(experts.forward).parameters] == ["hidden_states"]
 
 
 def router_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -103,8 +114,10 @@ def shard_routers(lm: PreTrainedModel, mesh: DeviceMesh) -> list[FSDPModule]:
 
 
 def experts_per_token(lm: PreTrainedModel) -> int:
-    """Return K, by the names that families have for it; 1 in a dense model."""
-    text = lm.config.get_text_config()
+    """Return K, by the names that families have for it; 1 in a dense model, all where all compute every token."""
+    text, blocks = lm.config.get_text_config(), sparse_blocks(lm)
+    if blocks and is_dense(blocks[0].experts):
+        return int(blocks[0].experts.num_experts)
     return getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
 
 
@@ -114,15 +127,19 @@ class Choice(TorchFunctionMode):
     def __init__(self, experts: int, replayed_TK: Tensor | None) -> None:
         super().__init__()
         self.experts, self.replayed_TK = experts, replayed_TK
+        self.limited: Any = None  # scores that were masked outside of some groups, and all of them
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
+        if function is Tensor.masked_fill:
+            self.limited = out, args[0]
         if function not in (torch.topk, Tensor.topk):
             return out
         if self.replayed_TK is None or args[0].ndim != 2 or args[0].shape[1] != self.experts:  # of groups of experts
             return out[0].clone(), out[1]
         chosen_TK = torch.where(self.replayed_TK < 0, out[1], self.replayed_TK)
-        return args[0].gather(-1, chosen_TK), chosen_TK
+        scores_TE = self.limited[1] if self.limited and self.limited[0] is args[0] else args[0]
+        return scores_TE.gather(-1, chosen_TK), chosen_TK
 
 
 def route(forward: Callable[..., Any], router: Any, hidden_TH: Tensor, *bias: Tensor) -> Any:

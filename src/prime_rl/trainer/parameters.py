@@ -38,13 +38,17 @@ class StoredTensor:
     name: str
     shape: list[int]
     parameter: Tensor
-    index: tuple[int, slice] | tuple[()] = ()
+    index: tuple[int, slice] | tuple[slice] | tuple[()] = ()
 
     def local(self, world: World) -> tuple[Tensor, int]:
         """This rank's rows of it (a view of the parameter, perhaps empty), and the index of their first row."""
         local, first = local_rows(self.parameter, world)
         if not self.index:
             return local, first
+        if len(self.index) == 1:
+            (rows,) = self.index
+            start, end = (min(max(at - first, 0), local.shape[0]) for at in (rows.start, rows.stop))
+            return local[start:end], max(first - rows.start, 0)
         expert, rows = self.index
         place = expert - first  # fused parameters are sharded by experts: a rank has all of one, or nothing
         if 0 <= place < local.shape[0]:
@@ -94,10 +98,13 @@ def stored_tensors(policy: nn.Module, held: Collection[str] = ()) -> Iterator[St
         yield from [StoredTensor(name, list(value.shape), value)] if is_whole else parts[name]
 
 
-def _index(whole: Tensor, part: Tensor) -> tuple[int, slice] | tuple[()] | None:
-    """Where in memory, hence in `whole`, its view `part` lies: everywhere, or in rows of one of its matrices."""
+def _index(whole: Tensor, part: Tensor) -> tuple[int, slice] | tuple[slice] | tuple[()] | None:
+    """Where in memory, hence in `whole`, its view `part` lies: everywhere, in rows of it, or of one of its matrices."""
     if part.shape == whole.shape and part.stride() == whole.stride():
         return ()
+    if part.shape[1:] == whole.shape[1:] and part.stride() == whole.stride():
+        row = int(part.storage_offset()) // whole.stride(0)
+        return (slice(row, row + part.shape[0]),)
     if part.stride() != whole.stride()[1:] or part.shape[1:] != whole.shape[2:]:
         return None
     expert, row = divmod(int(part.storage_offset()) // whole.stride(1), whole.shape[1])
@@ -121,7 +128,7 @@ def initialize_buffers(lm: PreTrainedModel, name: str) -> None:
         if module is lm.model or next(module.buffers(recurse=False), None) is not None:
             lm._init_weights(module)
     for key, buffer in lm.named_buffers():
-        if (buffer not in fixed or not buffer.ndim) and buffer.is_floating_point() and buffer.isnan().any():
+        if buffer not in fixed and buffer.is_floating_point() and buffer.isnan().any():
             raise UserError(f"model {name}: the value of its buffer {key} is neither loaded nor known to transformers")
 
 
@@ -131,7 +138,7 @@ def randomize(policy: nn.Module, world: World, seed: int) -> None:
     generator = torch.Generator(world.device)
     for tensor in stored_tensors(policy):
         local, start = tensor.local(world)
-        if len(tensor.shape) == 1:
+        if len(tensor.shape) < 2:
             local.fill_(0.0 if tensor.name.endswith("bias") else 1.0)
         elif local.numel():
             generator.manual_seed(seed * 1_000_003 + zlib.crc32(tensor.name.encode()))
@@ -161,7 +168,7 @@ def load_weights(policy: nn.Module, directory: Path, world: World) -> None:
                     if (shape := list(stored.get_shape())) != tensor.shape:
                         raise UserError(f"{path}: {tensor.name} has shape {shape}, config.json says {tensor.shape}")
                     if local.numel():
-                        local.copy_(stored[start : start + local.shape[0]])
+                        local.copy_(stored[start : start + local.shape[0]] if shape else file.get_tensor(tensor.name))
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is damaged or unreadable: {one_line(error)}") from error
 

@@ -52,14 +52,19 @@ def _replaced_experts(block: SparseBlock, name: str) -> int:
     router, draw = block.router, torch.Generator().manual_seed(0)
     tensors = (*router.named_parameters(), *router.named_buffers())
     values = {key: torch.rand(tensor.shape, generator=draw) for key, tensor in tensors}
-    inputs = [torch.rand(8, block.experts.config.hidden_size, generator=draw)]
+    width = next(parameter.shape[1] for parameter in router.parameters() if parameter.ndim == 2)
+    inputs = [torch.rand(8, width, generator=draw)]
 
     def choose() -> list[torch.Tensor]:
         return [answer for answer in functional_call(router, values, tuple(inputs)) if answer.ndim == 2]
 
     try:
-        own: Any = next(kind for kind in type(router).__mro__ if kind.__module__.startswith("transformers"))
+        own: Any = next(kind for kind in type(router).__mro__ if not kind.__module__.startswith("prime_rl"))
         inputs += [torch.zeros(router.expert_count)] * (len(signature(own.forward).parameters) - 2)  # a block's bias
+        try:
+            choose()
+        except ValueError:  # AFMoE's takes rows of tokens
+            inputs[0] = inputs[0][None]
         for chosen_TK in [answer for answer in choose() if answer.dtype == torch.int64][:1]:
             router.replayed = (chosen_TK + router.expert_count // 2) % router.expert_count  # of other groups, too
             answers = [answer for answer in choose() if answer.shape == chosen_TK.shape]
@@ -73,7 +78,9 @@ def _replaced_experts(block: SparseBlock, name: str) -> int:
         ) from error
     finally:
         router.replayed = None
-    raise UserError(f"router_replay: the choice of {type(router).__name__} in {name} cannot be replaced")
+    raise UserError(
+        f"router_replay: {type(router).__name__} in {name} does not return the experts chosen for it, weighted"
+    )
 
 
 def chosen_experts(rows: npt.NDArray[np.unsignedinteger], routers: Routers, sample: str) -> Chosen:
