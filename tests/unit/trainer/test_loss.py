@@ -60,9 +60,8 @@ def test_overflowing_ratio_in_the_whole_loss(kind: str, config: LossConfig) -> N
     rows["advantages"] = torch.tensor([OVERFLOWING[kind][0], 1.0])
     streams = torch.stack([torch.zeros(2) + rows.get(name, 0.0) for name in STREAMS])
     loss_of = make_loss(config)
-    loss, sums = loss_of(
-        logprob, entropy, streams, *((torch.tensor([0, 1]), 2) if isinstance(loss_of, SequenceLoss) else ())
-    )
+    sequences = (torch.tensor([0, 1]), 2) if isinstance(loss_of, SequenceLoss) else ()
+    loss, sums = loss_of(logprob, entropy, streams, *sequences)
     (slope,) = torch.autograd.grad(loss, logprob)
     assert loss.isfinite()
     assert slope.isfinite().all()
@@ -115,11 +114,9 @@ def policy(samples: Sequence[Sample], seed: int = 1) -> tuple[dict[str, Tensor],
     logprobs, entropies = {}, {}
     for sample in samples:
         old = np.where(np.asarray(sample.loss_mask), np.asarray(sample.logprobs), -1.0)
-        new = np.minimum(old + draw.normal(0, 0.6, len(old)), -0.01)
+        new, entropy = np.minimum(old + draw.normal(0, 0.6, len(old)), -0.01), draw.uniform(0, 2, len(old))
         logprobs[sample.sample_id] = torch.tensor(new, dtype=torch.float64, requires_grad=True)
-        entropies[sample.sample_id] = torch.tensor(
-            draw.uniform(0, 2, len(old)), dtype=torch.float64, requires_grad=True
-        )
+        entropies[sample.sample_id] = torch.tensor(entropy, dtype=torch.float64, requires_grad=True)
     return logprobs, entropies
 
 

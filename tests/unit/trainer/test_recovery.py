@@ -97,15 +97,11 @@ POINTS = [
     "write:weights/step_2",
     "rename:weights/step_3",
     "renamed:weights/step_3",
-    "write:checkpoints/step_2/trainer",
-    "rename:checkpoints/step_2/trainer",
-    "renamed:checkpoints/step_2/trainer",
+    *(f"{where}:checkpoints/step_2/trainer" for where in ("write", "rename", "renamed")),
     "join:checkpoints/step_2",
     "joined:checkpoints/step_2",
     "saved-copy:step_3",
-    "manifest:recovery/step_3",
-    "rename:recovery/step_3",
-    "renamed:recovery/step_3",
+    *(f"{where}:recovery/step_3" for where in ("manifest", "rename", "renamed")),
     "prune:recovery/step_1",
     "renamed:checkpoints/step_4/trainer",
 ]
@@ -240,9 +236,8 @@ def test_a_checkpoint_waits_for_no_recovery_checkpoint(
     monkeypatch.setattr("prime_rl.trainer.ckpt.recovery_pause", lambda held_up, writing: 3600.0)
     ckpt = {"interval": interval, "save_async": True}
     run(ckpt=ckpt, recovery_interval="auto", async_level=1, max_steps=8)
-    assert [name for name in saved if name.startswith("saved-copy:")] == [
-        f"saved-copy:step_{step}" for step in expected
-    ]
+    copies = [name for name in saved if name.startswith("saved-copy:")]
+    assert copies == [f"saved-copy:step_{step}" for step in expected]
 
 
 FOREIGN = r"step_7 was not made by this program, or is damaged: move it"
@@ -317,10 +312,9 @@ def test_an_outlived_trainer_commits_no_more(
     place: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once a later incarnation is opened the earlier trainer ends, by a message, before it commits anything."""
-    before = "rename:weights/step_1"
 
     def point(name: str, file: Path | None = None) -> None:
-        if name == before:
+        if name == "rename:weights/step_1":
             (tmp_path / "incarnations" / "7.json").write_text('{"step": 0}')
 
     monkeypatch.setattr(faults, "point", point)

@@ -69,9 +69,8 @@ def test_a_killed_trainer_leaves_what_is_whole(tied_model: Path, tmp_path: Path)
 
 
 def test_what_servers_get_is_what_the_ranks_trained(tmp_path: Path) -> None:
-    """Contract: of three ranks (with three experts), and of two replicas of two ranks each,
-    servers get bit for bit the rows of all; what must outlive the processes is written in full, the base as its files
-    have it."""
+    """Contract: of three ranks (with three experts), and of two replicas of two ranks each, servers get bit for bit the
+    rows of all; what must outlive the processes is written in full, the base as its files have it."""
     model, env = make_tiny_model(tmp_path / "model", experts=3), {"PYTHONPATH": str(REPOSITORY / "tests")}
     runs = [
         {"ranks": n, "kind": kind, "model": str(model), "root": str(tmp_path / f"{kind}-{n}"), "replicas": replicas}
@@ -137,8 +136,7 @@ def test_auto_dtype_is_the_source_checkpoints(tied_model: Path, tmp_path: Path) 
 
 def test_what_must_outlive_lies_in_the_run_directory(run: Run) -> None:
     """Contract: such a version is a model directory by itself, identified by its tensors and verified by them, however
-    it came there; so is the last one. All that is left at the end is whole. A change of one
-    bit is found."""
+    it came there; so is the last one. All that is left at the end is whole. A change of one bit is found."""
     incarnation = run.incarnation()
     hashes = run.train(incarnation, range(1, 5), durable=(2,))
     assert len({*hashes.values()}) == 4
@@ -310,9 +308,7 @@ def test_the_next_version_does_not_wait(four_versions: WeightPublisher, monkeypa
         wait(lambda: 6 in steps(four_versions), subject="weights/step_6", owner="the thread", seconds=60, poll=0.05)
         assert steps(four_versions) == [0, 1, 2, 3, 4, 5, 6]
         four_versions._disk.seconds = 0.05
-        with pytest.raises(
-            UserError, match="no end of removing old versions from the thread that writes and removes them"
-        ):
+        with pytest.raises(UserError, match="no end of removing old versions from the thread that writes and removes"):
             four_versions.settle()
     finally:
         four_versions._disk.seconds = 60

@@ -64,11 +64,8 @@ def test_joining_needs_every_part(root: Path) -> None:
 
 
 def _swap(root: Path) -> None:
-    for source, target in (
-        ("step_2/trainer", "aside"),
-        ("step_4/trainer", "step_2/trainer"),
-        ("aside", "step_4/trainer"),
-    ):
+    moves = ("step_2/trainer", "aside"), ("step_4/trainer", "step_2/trainer"), ("aside", "step_4/trainer")
+    for source, target in moves:
         (root / source).rename(root / target)
 
 
