@@ -143,7 +143,7 @@ def dlogits_(
     slope: float | None = None,
 ) -> Tensor:
     """Overwrite the logits with the gradient with respect to them; see `lm_head.dlogits_`."""
-    assert logits_CV.is_contiguous()
+    assert logits_CV.is_contiguous(), "the kernels know no strides"
     size, vocabulary = logits_CV.shape
     if size:
         rows = labels_C, inv_temperature_C, log_z_C, entropy_C, d_logprob_C, d_entropy_C
