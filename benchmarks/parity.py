@@ -94,10 +94,10 @@ def measure_shape(shape: str, directory: Path, arguments: list[str]) -> dict[str
     """The comparison of a published shape, or of its first layers, `30B-A3B:12`; `,replay`: with router replay, too."""
     name, _, replay = shape.partition(",")
     model, _, layers = name.partition(":")
-    if not (directory / name).exists():
+    if not shape_path(name, directory).exists():
         write_shape(name, directory)
     result = compare(
-        directory / name, directory / f"of {shape}", [*arguments, *(["--router-replay"] if replay else [])]
+        shape_path(name, directory), directory / f"of {shape}", [*arguments, *(["--router-replay"] if replay else [])]
     )
     row = {"model": model, "layers": layers or None, **result}
     if "gaps" in result:
