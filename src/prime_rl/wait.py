@@ -103,12 +103,13 @@ class TaskThread:
             results.append(task[1].result(timeout=0))
         return results
 
-    def close(self) -> list[BaseException]:
-        """Wait for the tasks that are left, up to the first late one. Return what failed."""
+    def close(self) -> list[str]:
+        """Wait for the tasks that are left, up to the first late one. Return what failed, and why."""
         self._pool.shutdown(wait=False)
-        failures = list[BaseException]()
+        failures = list[str]()
         for subject, future in self.tasks:
             if wait_for_futures([future], timeout=self.seconds).not_done:
-                return [*failures, WaitTimeout(subject, self.owner, self.seconds)]
-            failures += filter(None, [future.exception(timeout=0)])
+                return [*failures, str(WaitTimeout(subject, self.owner, self.seconds))]
+            if (error := future.exception(timeout=0)) is not None:
+                failures.append(f"{subject}: {str(error) or type(error).__name__}")
         return failures

@@ -228,8 +228,8 @@ class Checkpoints:
     def settle(self) -> None:
         """Wait for the save in the background, at most `dist_timeout`. Raises UserError if it fails or takes longer."""
         if self._thread.tasks:
-            self._saving = None
             agree(self.world, self._thread.results)
+            self._saving = None  # not before: until it is committed, `needed` names it
 
     def finish(self, progress: Progress, stopped: bool = False) -> None:
         """At the end of a run: save the last state, with nothing left under way.
