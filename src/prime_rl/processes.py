@@ -145,7 +145,7 @@ def describe_exit(status: int) -> str:
 
 def backoff_seconds(failures: int, first: float, longest: float) -> float:
     """Return the wait before a restart: `first` after one failure, doubled with each further one; 0 after none."""
-    return min(longest, first * 2.0 ** (failures - 1)) if failures else 0.0
+    return min(longest, first * 2.0 ** min(failures - 1, 99)) if failures else 0.0  # a float holds no 2 ** 1024
 
 
 # -- no orphans --------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def check(config: InferenceConfig, engine: Engine) -> None:
                 f"{name}={os.environ[name]} opens routes that no key guards, or hides /update_weights: unset it"
             )
     if config.router_replay:
-        caches = config.vllm.get("enable_prefix_caching", not config.deterministic)
+        caches = config.vllm.get("enable_prefix_caching", engine.device == "cuda" and not config.deterministic)
         if why := why_no_choices(engine, prefix_caching=caches, pipeline=config.pipeline_parallel_size):
             raise UserError(f"router_replay: {why}")
     model = local_model(config.model.name)

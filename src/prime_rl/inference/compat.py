@@ -95,8 +95,9 @@ def why_no_choices(engine: Engine, *, prefix_caching: bool, pipeline: int) -> st
         return f"vLLM {engine.release} for CPUs does not return the experts that it chose; 0.31 does, or a CUDA build"
     if pipeline > 1:
         return "vLLM does not return the experts that it chose where GPUs share the layers (pipeline_parallel_size)"
-    if engine.version == PINNED and not (prefix_caching or on_cpu):  # there by `KeptChoices`
-        return f"vLLM {engine.release} returns the experts that it chose only with prefix caching, which is off"
+    if engine.version == PINNED and prefix_caching is on_cpu:  # there by `KeptChoices`
+        state = "without prefix caching, which is on" if on_cpu else "with prefix caching, which is off"
+        return f"vLLM {engine.release} returns the experts that it chose only {state}"
     return None
 
 
@@ -274,16 +275,16 @@ class KeptChoices:
         for layer, chosen in self._step.items():
             step[:, layer] = chosen
         for request, start, end in zip(self._runner.input_batch.req_ids, bounds, bounds[1:], strict=False):
-            rows = self._rows.setdefault(request, [])
+            rows = self._rows[request] = self._rows.pop(request, [])  # last: what runs is not removed below
             known = len(rows) - int(kwargs["positions"].flatten()[start])  # of what is computed again after an update
-            rows.extend(step[start + known : end] if known >= 0 else ())
+            rows.extend(step.numpy()[start + known : end] if known >= 0 else ())
         for request in list(self._rows)[:-MOST_KEPT]:
             del self._rows[request]
 
     def take(self, name: str) -> tuple[bytes, tuple[int, ...]]:
         """The bytes and the size of a request's rows [N, L, K], uint16; vLLM adds to its name."""
         rows = next((self._rows.pop(key) for key in list(self._rows) if key.startswith(name)), [])
-        return b"".join(row.numpy().tobytes() for row in rows), (len(rows), *(rows[0].shape if rows else (1, 1)))
+        return b"".join(row.tobytes() for row in rows), (len(rows), *(rows[0].shape if rows else (1, 1)))
 
 
 class AllEngines:

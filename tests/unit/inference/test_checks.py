@@ -96,6 +96,7 @@ def test_the_device_and_the_routes_are_what_was_built_for(monkeypatch: pytest.Mo
         (CPU, {"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         (CUDA, {"deterministic": True}, "only with prefix caching"),
         (CUDA, {"vllm": {"enable_prefix_caching": False}}, "only with prefix caching"),
+        (CPU, {"vllm": {"enable_prefix_caching": True}}, "only without prefix caching"),
         (CUDA, {}, None),
         (CUDA._replace(version=(0, 26), release="0.26.0"), {"deterministic": True}, None),
     ],
@@ -110,7 +111,7 @@ def test_an_engine_that_cannot_say_what_it_chose_is_refused(
         checks.check(config, engine)
     on_cpu = engine.device == "cpu"
     assert ("--enable-return-routed-experts" in arguments(config, engine)) is not on_cpu
-    assert not on_cpu or "--no-enable-prefix-caching" in arguments(config, engine)
+    assert not on_cpu or says or "--no-enable-prefix-caching" in arguments(config, engine)
 
 
 def run(directory: Path, *lines: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
