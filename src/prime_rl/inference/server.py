@@ -204,7 +204,8 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         # vLLM sets a request's generator back after a chunk, which CPU generators cannot do: a seed kills the engine.
         flags["enable_chunked_prefill"] = False
         # Not beside `compat.KeptChoices`; of recurrent states vLLM caches none where prompts come whole.
-        uncached = config.router_replay or (model is not None and checks.is_recurrent(model))
+        cached = checks.model_directory(config.model.name)  # also of the hub
+        uncached = config.router_replay or (cached is not None and checks.is_recurrent(cached))
         flags["enable_prefix_caching"] = False if uncached else None
     elif cache := config.kv_cache_gib or (model and tiny_cache_gib(weights_gib(config.model.name))):
         flags["kv_cache_memory_bytes"] = int(cache * (1 << 30))
