@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_status
 from prime_rl.trainer import training_loop
+from prime_rl.trainer.ckpt import Checkpoints
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps, verify
 from prime_rl.transport.incarnations import read_incarnations
@@ -388,3 +390,17 @@ def test_background_failure_is_heard_at_a_following_step(run: Run, tmp_path: Pat
             run(max_steps=40, recovery_interval=None, ckpt={"interval": 1, "save_async": True})
     assert list_steps(tmp_path / "weights")[-1] < 40
     assert not list((tmp_path / "checkpoints").glob("step_*/*"))
+
+
+def test_versions_of_a_checkpoint_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: while it is written, `needed` names it, also when the loop waits for that before it saves the next."""
+    named, commit = list[bool](), Checkpoints._await_dependencies
+
+    def look(checkpoints: Checkpoints, step: int, *arguments: Any) -> None:
+        time.sleep(0.5)  # until the loop waits
+        named.append(step in checkpoints.needed())
+        commit(checkpoints, step, *arguments)
+
+    monkeypatch.setattr(Checkpoints, "_await_dependencies", look)
+    run(max_steps=2, ckpt={"interval": 1, "save_async": True}, recovery_interval=None)
+    assert named == [True, True]
