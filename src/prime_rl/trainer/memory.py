@@ -54,7 +54,8 @@ class Shape:
 
     `feed_forward` is the inner width of the feed-forward layer, for a mixture of experts of all that one token is sent
     to, and of those that tokens share; `chosen` is how many one token is sent to (dense: 1). `mixed` is what the
-    projections of a recurrent layer give for a token; every layer counts as such a layer and as one with attention.
+    projections of a recurrent layer give for a token, `mixed_floats` what else it keeps, in float32; every layer counts
+    as such and as one with attention.
     """
 
     layers: int
@@ -69,6 +70,7 @@ class Shape:
     experts: int = 0
     chosen: int = 1
     mixed: int = 0
+    mixed_floats: int = 0
 
     @classmethod
     def of(cls, lm: PreTrainedModel) -> "Shape":
@@ -94,6 +96,7 @@ class Shape:
             experts=experts,
             chosen=chosen,
             mixed=max(map(recurrent.projected_width, lm.model.layers)),
+            mixed_floats=max(map(recurrent.kept_floats, lm.model.layers)),
         )
 
     @property
@@ -195,7 +198,7 @@ def kept_bytes(shape: Shape, job: Job, level: "Recompute") -> int:
         # Inputs of the products: two norms' outputs (experts: one copy each), the activation, rotated queries and keys.
         numbers += s.hidden + s.chosen * s.hidden + s.feed_forward + s.query + s.key_value
         floats += s.heads + s.key_value_heads + 2 + (s.hidden if s.experts else 0)  # statistics; the router's input
-        floats += 8 * s.mixed  # eager, in float32: convolution, activations, keys and values of the scan; not measured
+        floats += s.mixed_floats
     return job.tokens * (numbers * job.itemsize + 4 * floats)
 
 

@@ -133,11 +133,16 @@ class Policy(nn.Module):
     """Backbone and head under one root: FSDP sees a single forward; the head of `lm` (transformers) is not called."""
 
     def __init__(
-        self, lm: PreTrainedModel, memory: MemoryPlan, compiled: bool, head_form: HeadForm, is_recurrent: bool = False
+        self,
+        lm: PreTrainedModel,
+        memory: MemoryPlan,
+        compiled: bool,
+        head_form: HeadForm,
+        boundaries: Callable[..., Any],
     ) -> None:
         super().__init__()
         self.lm, self.memory, self.compiled, self.head_form = lm, memory, compiled, head_form
-        self.is_recurrent = is_recurrent
+        self.boundaries = boundaries
         self.head_chunk, self.frees_weights = memory.settings.head_chunk, memory.settings.reshard
         self.units: list[Unit] = []
         self.hookless: list[Unit] = []  # those that have to be gathered here
@@ -160,7 +165,7 @@ class Policy(nn.Module):
             position_ids=batch.position_ids[None],
             use_cache=False,
             **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
-            **(recurrent.boundaries(batch.boundaries) if self.is_recurrent else {}),
+            **self.boundaries(batch.boundaries, batch.input_ids.device),
         ).last_hidden_state[0]
         head = hidden_TH.index_select(0, batch.loss_index), self.lm.lm_head.weight, batch.labels, batch.inv_temperature
         del hidden_TH  # nothing else reads it, and the head is where memory peaks
@@ -294,7 +299,7 @@ def build_policy(
         if config.compile:
             raise UserError(f"model.compile: {source.name} has experts, which compile in bfloat16 only (model.dtype)")
         compiled = False
-    mixers = recurrent.split_documents(lm, world)
+    mixers, boundaries = recurrent.split_documents(lm, dtype, world)
     for tensor in (tensor for mixer in mixers for tensor in mixer.state_dict(keep_vars=True).values()):
         if not tensor.requires_grad:  # decays: in the type of their layer, as transformers loads them
             tensor.data = tensor.data.to(dtype)
@@ -305,19 +310,19 @@ def build_policy(
     moe.set_up_balance(lm, config, world.device)
     memory = plan_memory(config, lm, world, itemsize=dtype.itemsize, tokens=tokens, optim=optim, published=published)
     settings = memory.settings
-    blocks = checkpoint_layers(lm.model.layers, settings.levels, kept | moe.KEPT, wide_products(source.config))
+    kept |= moe.KEPT | recurrent.KEPT
+    blocks = checkpoint_layers(lm.model.layers, settings.levels, kept, wide_products(source.config))
     apart = lm.model.layers, lm.get_input_embeddings()  # the rest is the norm before the head
     others = [each for each in lm.model.children() if each not in apart and any(True for _ in each.parameters())]
-    # Mixers are no graphs; the other parts of their layers that multiply by matrices are compiled, each by itself.
-    graphs = [*blocks, *others]
-    if mixers:
-        graphs = [part for block in blocks for part in recurrent.without(block, mixers)] + others
+    # Mixers that take one document at a time are no graphs; what multiplies by matrices around them is, part by part.
+    eager = mixers if boundaries is recurrent.on_host else set()
+    graphs = [part for block in blocks for part in recurrent.without(block, eager)] + others
     for module in graphs if compiled else ():
         module.compile(fullgraph=True)
     if settings.offloaded:
         blocks = offload_layers(blocks, world.device, settings.offloaded)
     lm.model.layers = nn.ModuleList(blocks)
-    policy = Policy(lm, memory, compiled, head_form, bool(mixers))
+    policy = Policy(lm, memory, compiled, head_form, boundaries)
     if world.size == 1 and not settings.reshard:
         policy.units = policy.hookless = [SingleRankUnit(policy, world.mesh, dtype, moe.router_parameters(policy))]
     else:

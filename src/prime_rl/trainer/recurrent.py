@@ -1,45 +1,59 @@
-"""Layers that carry a state from token to token, or convolve over them: a packed row's documents go through one by one.
+"""Layers that carry a state from token to token, or convolve over them: a packed row's documents do not see each other.
 
 transformers' own modules are called once a document, so that no state can reach the next document, whatever the family:
 gated delta rules, selective scans, short convolutions. All else (attention, feed-forward layers, norms) computes the
-whole row. Kernels that are installed (flash-linear-attention, causal-conv1d, mamba-ssm) are used by these modules as
-transformers sees fit, each time for one document. T tokens, D documents.
+whole row. On a GPU they are tried first: if their kernels take a row's documents at once and give what torch gives for
+each, they are called once a row, and compiled with their layers. T tokens, D documents, N chunks.
 """
 
+import sys
 from collections.abc import Callable, Collection
-from functools import partial
+from copy import deepcopy
+from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from loguru import logger
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import PreTrainedModel
+from transformers.integrations import hub_kernels
 
-from prime_rl.trainer.parallel import World
+from prime_rl.trainer.parallel import World, on_main
+from prime_rl.trainer.source import one_line
 
 _ATTENTION = ("cu_seqlens", "max_seqlen")  # arguments of our attention, which some modules would take for their own
+_CHUNK = 64  # tokens that the kernels of the delta rule take together
+_TRIAL = (70, 1, 64, 1961, 2000)  # tokens of the documents that kernels are tried with, and tuned for
+_LOUD, _NEAR = 64.0, 0.03  # times a document's values, for others to see; how far from float32, in root mean squares
 
 
-def split_documents(lm: PreTrainedModel, world: World) -> set[nn.Module]:
-    """Let the mixers of every layer take one document at a time. Returns the mixers."""
-    kinds: dict[nn.Module, str] = {}
+def split_documents(lm: PreTrainedModel, dtype: torch.dtype, world: World) -> tuple[set[nn.Module], Callable[..., Any]]:
+    """Let the mixers of every layer keep the documents of a row apart, and say how. Returns them, and what gives the
+    arguments that every layer needs: `on_device` if they take all documents at once."""
+    kinds = {type(mixer): mixer for mixer in mixers(lm.model.layers)}
+    if not kinds:
+        return set(), lambda cu_seqlens, device: {}
+    width = lm.config.get_text_config().hidden_size
+    trials = (why_one_by_one(mixer, width, dtype, world.device) for mixer in kinds.values())
+    reason = on_main(world, lambda: next(filter(None, trials), None))
     for layer in lm.model.layers:
-        if not (parts := mixers(layer)):
-            continue
         lengths: list[int] = []  # of the documents that the layer computes now; none: the row is one document
-        # In backward, too, where the layer is computed again: it is called with that micro-batch's arguments.
-        layer.register_forward_pre_hook(partial(_take_lengths, lengths), with_kwargs=True)
-        for mixer in parts:
-            mixer.forward = partial(_one_by_one, mixer.forward, lengths)
-            kinds[mixer] = type(mixer).__name__
-    if kinds and world.is_main:
-        logger.info(
-            "recurrent layers: {} compute one document of a row at a time", ", ".join(sorted(set(kinds.values())))
-        )
-    return set(kinds)
+        if reason and mixers(layer):
+            # In backward, too, where the layer is computed again: it is called with that micro-batch's arguments.
+            layer.register_forward_pre_hook(partial(_take_lengths, lengths), with_kwargs=True)
+        for mixer in mixers(layer):
+            if reason:
+                mixer.forward = partial(_one_by_one, mixer.forward, lengths)
+            else:
+                mixer.__class__ = _packed(type(mixer))  # type: ignore[arg-type]
+    if world.is_main:
+        way = f"one document of a row at a time: {reason}" if reason else "all documents of a row at once"
+        logger.info("recurrent layers: {} compute {}", ", ".join(sorted(kind.__name__ for kind in kinds)), way)
+    return {*mixers(lm.model.layers)}, on_host if reason else on_device
 
 
 def mixers(layer: nn.Module) -> list[nn.Module]:
@@ -60,6 +74,12 @@ def projected_width(layer: nn.Module) -> int:
     return sum(part.out_features for part in parts if isinstance(part, nn.Linear))
 
 
+def kept_floats(layer: nn.Module) -> int:
+    """What the mixers keep of a token beside that, in float32: measured if compiled, else guessed from the formulas."""
+    width = projected_width(layer)
+    return width // 4 if any(hasattr(mixer, "at_once") for mixer in mixers(layer)) else width * 8
+
+
 def without(module: nn.Module, mixers: Collection[nn.Module]) -> list[nn.Module]:
     """The module, if it has no mixers, else those of its parts that have none but matrices, as large as they can be."""
     if module in mixers:
@@ -69,16 +89,28 @@ def without(module: nn.Module, mixers: Collection[nn.Module]) -> list[nn.Module]
     return [part for child in module.children() for part in without(child, mixers)]
 
 
-def boundaries(cu_seqlens: npt.NDArray[np.int32]) -> dict[str, Tensor]:
+def on_host(cu_seqlens: npt.NDArray[np.int32], device: torch.device) -> dict[str, Tensor]:
     """The argument of every layer that says where documents begin without asking the device for it, [D + 1]."""
-    on_host = torch.from_numpy(cu_seqlens)
-    torch._dynamo.maybe_mark_dynamic(on_host, 0)
-    return {"boundaries": on_host}
+    boundaries = torch.from_numpy(cu_seqlens)
+    torch._dynamo.maybe_mark_dynamic(boundaries, 0)
+    return {"boundaries": boundaries}
+
+
+def on_device(cu_seqlens: npt.NDArray[np.int32], device: torch.device) -> dict[str, Tensor]:
+    """The same by transformers' name, and each chunk's document and number in it [N, 2]."""
+    counts = -(-np.diff(cu_seqlens) // _CHUNK)
+    document = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(document)) - (np.cumsum(counts) - counts)[document]
+    tables = cu_seqlens, np.stack([document, number], 1).astype(np.int32)
+    boundaries, chunks = (torch.from_numpy(table).to(device) for table in tables)
+    torch._dynamo.maybe_mark_dynamic(boundaries, 0)
+    torch._dynamo.maybe_mark_dynamic(chunks, 0)
+    return {"cu_seq_lens_q": boundaries, "chunk_indices": chunks}
 
 
 def _take_lengths(lengths: list[int], layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    on_host = kwargs.pop("boundaries", None)
-    lengths[:] = [] if on_host is None else on_host.diff().tolist()
+    boundaries = kwargs.pop("boundaries", None)
+    lengths[:] = [] if boundaries is None else boundaries.diff().tolist()
     return args, kwargs
 
 
@@ -104,3 +136,140 @@ def _one_by_one(forward: Callable[..., Any], lengths: list[int], *args: Any, **k
         for parts in zip(*results, strict=True)
     ]
     return tree_unflatten(joined, out_structure)
+
+
+@cache  # with a forward of each mixer's own, layers would not share a graph
+def _packed(kind: Any) -> Any:
+    """The class of mixers that take all documents at once. What they compute along a row stands in the file of `kind`
+    for functions there, which are called while no documents are handed on, and traces without a graph break."""
+    packed: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": _convolve, "torch_chunk_gated_delta_rule": _mix}
+    names = vars(sys.modules[kind.__module__])
+    for name in packed.keys() & names.keys():
+        if not isinstance(names[name], partial):
+            names[name] = partial(packed[name], names[name])
+
+    def forward(mixer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Without documents, one is computed as the model does, and compared (`policy_check.py`).
+        assert "chunk_indices" in kwargs or not torch.is_grad_enabled(), "a layer hands documents on to its mixer"
+        return kind.forward(mixer, *args, **{name: x for name, x in kwargs.items() if name not in _ATTENTION})
+
+    return type(kind.__name__, (kind,), {"forward": forward, "at_once": True})
+
+
+def why_one_by_one(mixer: nn.Module, width: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """None if `mixer` takes several documents at once, else why not."""
+    if device.type != "cuda" or dtype.itemsize > 2:
+        return "kernels for several need a GPU and 16 bits"
+    logger.info("recurrent layers: kernels of {} are tried; they are tuned once for each GPU", type(mixer).__name__)
+    return try_at_once(mixer, width, dtype, device)
+
+
+def try_at_once(mixer: nn.Module, width: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Try a copy of `mixer` (on the meta device, not changed yet) with random weights. None: of several documents at
+    once it computes, forward and backward, what torch's own operations compute of each in float32, whatever the others
+    are. Else why not."""
+    draw = torch.Generator(device).manual_seed(0)
+    trial = deepcopy(mixer).to_empty(device=device).to(dtype).train()
+    for tensor in filter(Tensor.is_floating_point, (*trial.parameters(), *trial.buffers())):
+        # Vectors are gates and norms: about e^-3, so that states outlive chunks.
+        tensor.detach().normal_(-3.0 if tensor.ndim == 1 else 0.0, width**-0.5, generator=draw)
+    exact, first = deepcopy(trial).float(), _TRIAL[0]
+    trial.__class__ = _packed(type(trial))  # type: ignore[arg-type]
+    documents: dict[str, Any] = on_device(np.cumsum((0, *_TRIAL), dtype=np.int32), device)
+    plain_1TH = torch.randn(1, sum(_TRIAL), width, generator=draw, device=device, dtype=dtype)
+    loud_1TH = torch.cat([_LOUD * plain_1TH[:, :first], plain_1TH[:, first:]], dim=1)
+
+    def compute(way: Callable[..., Any], module: nn.Module, row_1TH: Tensor) -> list[Tensor]:
+        """Outputs of all documents but the first, and all gradients of the sum of their squares."""
+        wanted = row_1TH.requires_grad_(), *module.parameters()
+        out = tree_leaves(way(module.forward, row_1TH))[0][:, first:].float()
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), wanted, materialize_grads=True)]
+
+    try:
+        # Torch's own operations, but for what is below: other libraries' kernels may not compile with the layer.
+        with patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True):
+            want = compute(lambda forward, row: _one_by_one(forward, [*_TRIAL], row), exact, plain_1TH.float())
+            at_once = lambda forward, row: forward(row, **documents)  # noqa: E731
+            got, beside_loud = (compute(at_once, trial, row_1TH) for row_1TH in (plain_1TH, loud_1TH))
+    except Exception as error:  # noqa: BLE001 libraries' kernels, on GPUs new to them; modules with other arguments
+        return f"it cannot compute several at once: {type(error).__name__}: {one_line(error)}"
+    if got[1][:, :first].any() or not all(map(torch.equal, got[:2], beside_loud)):
+        return "its kernels do not keep documents apart"
+    gaps = [((ours.float() - theirs).norm() / theirs.norm()).item() for ours, theirs in zip(got, want, strict=True)]
+    return None if all(gap <= _NEAR for gap in gaps) else f"its kernels for several are off by {max(gaps):.2%}"
+
+
+def _convolve(alone: Any, row_1CT: Tensor, weight: Tensor, bias: Any = None, *rest: Any, **named: Any) -> Tensor:
+    """SiLU of each channel's weighted sum, with weights [C, K], of a token and those before it in its document."""
+    if (chunks := named.get("chunk_indices")) is None or bias is not None or named.get("activation") != "silu":
+        return alone(row_1CT, weight, bias, *rest, **named)
+    row_1TC = row_1CT.transpose(1, 2).contiguous()
+    return convolution(row_1TC, weight.contiguous(), named["cu_seq_lens_q"], chunks).transpose(1, 2)
+
+
+def _mix(alone: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **named: Any) -> Any:
+    """The gated delta rule from a zero state for every document, of rows [1, T, H, …]."""
+    if (chunks := named.get("chunk_indices")) is None:
+        return alone(q, k, v, g=g, beta=beta, **named)
+    if named.get("use_qk_l2norm_in_kernel"):
+        q, k = ((x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)).to(v.dtype) for x in (q, k))
+    row = (x.contiguous() for x in (q, k, v, g.float(), beta))
+    return delta_rule(*row, named["cu_seqlens"], chunks)[0], None
+
+
+@torch.library.custom_op("prime_rl::delta_rule", mutates_args=())
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, chunk_indices: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By flash-linear-attention: [1, T, H, V], and for backward decays [1, T, H] and systems [1, T, H, CHUNK]."""
+    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
+
+    named = {"cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices}
+    decay, out, systems, *_ = chunk_gated_delta_rule_fwd(q, k, v, g, beta, q.shape[-1] ** -0.5, None, False, **named)
+    return out.contiguous(), decay.contiguous(), systems.contiguous()
+
+
+@torch.library.custom_op("prime_rl::delta_rule_backward", mutates_args=())
+def _delta_rule_backward(d_out: Tensor, kept: list[Tensor]) -> list[Tensor]:
+    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd
+
+    q, k, v, _, beta, cu_seqlens, chunk_indices, decay, systems = kept
+    row, named = (q, k, v, decay, beta, systems), {"cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices}
+    dq, dk, dv, d_beta, dg, *_ = chunk_gated_delta_rule_bwd(*row, q.shape[-1] ** -0.5, None, d_out, None, **named)
+    return [d_x.to(x.dtype).contiguous() for d_x, x in zip((dq, dk, dv, dg, d_beta), kept, strict=False)]
+
+
+delta_rule.register_fake(
+    lambda q, k, v, g, *_: (torch.empty_like(v), torch.empty_like(g), k.new_empty(*g.shape, _CHUNK))
+)
+_delta_rule_backward.register_fake(lambda d_out, kept: [x.new_empty(x.shape) for x in kept[:5]])
+delta_rule.register_autograd(
+    lambda ctx, d_out, *_: (*_delta_rule_backward(d_out.contiguous(), list(ctx.saved_tensors)), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output[1:]),
+)
+
+
+@torch.library.custom_op("prime_rl::convolution", mutates_args=())
+def convolution(row: Tensor, weight: Tensor, cu_seqlens: Tensor, chunk_indices: Tensor) -> Tensor:
+    from fla.modules.causal_conv1d import causal_conv1d_fwd
+
+    named = {"activation": "silu", "cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices}
+    return causal_conv1d_fwd(row, weight, None, None, **named)[0].contiguous()
+
+
+@torch.library.custom_op("prime_rl::convolution_backward", mutates_args=())
+def _convolution_backward(d_out: Tensor, kept: list[Tensor]) -> list[Tensor]:
+    from fla.modules.causal_conv1d import causal_conv1d_bwd
+
+    named = {"activation": "silu", "cu_seqlens": kept[2], "chunk_indices": kept[3]}
+    d_row, d_weight, *_ = causal_conv1d_bwd(kept[0], d_out, None, kept[1], **named)
+    return [d_row.contiguous(), d_weight.contiguous()]
+
+
+convolution.register_fake(lambda row, *_: row.new_empty(row.shape))
+_convolution_backward.register_fake(lambda d_out, kept: [x.new_empty(x.shape) for x in kept[:2]])
+convolution.register_autograd(
+    lambda ctx, d_out: (*_convolution_backward(d_out.contiguous(), list(ctx.saved_tensors)), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+KEPT = {torch.ops.prime_rl.delta_rule.default}  # operators whose output selective checkpointing keeps

@@ -1,24 +1,31 @@
-"""Hybrids and other layers: what is computed again or compiled is the same, what is counted, what is refused.
+"""Hybrids and other layers: what is computed at once, again or compiled is the same, what is counted, what is refused.
 (`test_architectures.py`: a recurrent layer's state never crosses the documents of a packed row.)"""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
-from prime_rl.trainer import perf
+from prime_rl.trainer import perf, recurrent
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.memory import Shape
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.packing import collate
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import named_parameters
+from prime_rl.trainer.policy_check import check_policy
 from prime_rl.trainer.source import find_model
 from support import trainer as support
 from support.architectures import LENGTHS, VARIANTS, build_reference, tiny_config
@@ -86,6 +93,73 @@ def test_what_is_compiled_is_the_same(name: str, kinds: int, saved: Callable[[st
             scale = max(1.0, want[parameter].abs().max().item())
             torch.testing.assert_close(gradient, want[parameter], atol=4e-5 * scale, rtol=0, msg=parameter)
     assert counters["stats"]["unique_graphs"] == kinds + 2  # the head, for one number of loss tokens and for any
+
+
+def use_kernels(monkeypatch: pytest.MonkeyPatch, ignored: int = 0, slope: float = 1.0) -> None:
+    """flash-linear-attention's, in torch's own operations: they ignore so many boundaries, and scale gradients."""
+
+    def alone(function: Callable[..., Tensor], *row: Tensor, cu_seqlens: Tensor) -> Tensor:
+        lengths = cu_seqlens[[0, *range(1 + ignored, len(cu_seqlens))]].diff().tolist()
+        return torch.cat([function(*each) for each in zip(*(x.split(lengths, 1) for x in row), strict=True)], 1)
+
+    mix = partial(alone, lambda q, k, v, g, b: torch_chunk_gated_delta_rule(q, k, v, g=g, beta=b)[0])
+
+    def convolve(row: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return alone(lambda x: causal_conv1d_fn(x.mT, weight, activation="silu").mT, row, cu_seqlens=cu_seqlens)
+
+    def differentiate(function: Callable[..., Tensor], d_out: Tensor, *row: Tensor, **named: Any) -> Sequence[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in row]
+        out = partial(function, *leaves, cu_seqlens=named["cu_seqlens"])
+        with ThreadPoolExecutor(1) as thread:  # autograd does nothing within an operator
+            return thread.submit(lambda: torch.autograd.grad(out(), leaves, slope * d_out)).result()
+
+    def rule(*row: Any, cu_seqlens: Tensor, **named: Any) -> Sequence[Tensor]:
+        return row[3].clone(), mix(*row[:5], cu_seqlens=cu_seqlens), row[3].new_zeros(*row[3].shape, 64)
+
+    def rule_backward(*row: Any, **named: Any) -> Sequence[Tensor]:
+        *d_qkv, dg, d_beta = differentiate(mix, row[8], *row[:5], **named)
+        return *d_qkv, d_beta, dg
+
+    kernels = SimpleNamespace(
+        chunk_gated_delta_rule_fwd=rule,
+        chunk_gated_delta_rule_bwd=rule_backward,
+        causal_conv1d_fwd=lambda row, weight, *_, cu_seqlens, **named: [convolve(row, weight, cu_seqlens)],
+        causal_conv1d_bwd=lambda row, d_out, _, w, **named: differentiate(convolve, d_out, row, w, **named),
+    )
+    for name in ("ops.gated_delta_rule.chunk", "modules.causal_conv1d"):
+        monkeypatch.setitem(sys.modules, f"fla.{name}", kernels)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "reason"),
+    [(None, "No module named 'fla'"), ({"ignored": 1}, "do not keep documents apart"), ({"slope": 1.05}, "off by 1")],
+)
+def test_kernels_are_tried(kernels: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ignores boundaries, or has a wrong gradient, is not trusted; nor is one that is missing."""
+    if kernels is not None:
+        use_kernels(monkeypatch, **kernels)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(tiny_config("qwen3_5_text"))
+    mixer, width = recurrent.mixers(lm.model.layers)[0], lm.config.hidden_size
+    assert reason in str(recurrent.try_at_once(mixer, width, torch.float32, torch.device("cpu")))
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_all_documents_at_once(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tried, and compiled with the layer, it is one document at a time, for any number and length of documents; one
+    graph serves all layers of a kind."""
+    use_kernels(monkeypatch)
+    config = tiny_config("qwen3_5_text", num_hidden_layers=3, layer_types=["linear_attention"] * 2 + ["full_attention"])
+    build_reference(config, tmp_path)
+    source, groups = find_model(str(tmp_path)), [*map(support.random_documents, ((70, 1, 64), (90, 2), LENGTHS))]
+    want = support.gradients(build_policy(source, TrainerModel(compile=False), world), groups)
+    monkeypatch.setattr(recurrent, "why_one_by_one", recurrent.try_at_once)
+    policy = build_policy(source, TrainerModel(compile=True, activation_checkpointing="attention"), world)
+    counters.clear()
+    for name, gradient in support.gradients(policy, groups).items():
+        assert (gradient - want[name]).norm() <= 1e-3 * want[name].norm(), name
+    assert counters["stats"]["unique_graphs"] <= 8  # layers, norm and head, for one number of tokens and for any
+    check_policy(policy, "tiny", world, torch.float32)
 
 
 def test_what_is_counted() -> None:
