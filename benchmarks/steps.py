@@ -165,7 +165,7 @@ def write_random_model(
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a CPU takes 45 s for 0.6B
         lm = AutoModelForCausalLM.from_config(config)
-    routers = [router for block in lm.model.layers for _, router, _ in moe.sparse_blocks(block)]
+    routers = [router for block in lm.model.layers for _, router, _ in moe.moe_blocks(block)]
     wide = [(lm.lm_head, logits), *((router, choices) for router in routers)]
     with torch.no_grad():
         for module, spread in wide:

@@ -1,7 +1,7 @@
-"""The one way to wait. Every wait has a subject, an owner who owes it, and a deadline; one that expires says all three.
+"""The one way to wait. Each has a subject, an owner that must provide it, and a deadline; its error names all three.
 
 `wait` polls in a thread, `wait_async` polls in an event loop, `within` awaits something that ends by itself, and a
-`TaskThread` gives the results of work in the background.
+`TaskThread` runs tasks and gives their results.
 `scripts/check_waits.py` (in CI) refuses waits in `src/` that go around this module without a bound. Standard library
 only: environment workers import it.
 """
@@ -17,7 +17,7 @@ from prime_rl.errors import UserError
 
 T = TypeVar("T")
 
-LEAST_POLL_SECONDS = 0.05  # 20 looks a second are enough for anything that waits for a file
+LEAST_POLL_SECONDS = 0.05  # 20 polls per second suffice for anything that waits for a file
 
 
 class WaitTimeout(UserError):
@@ -28,14 +28,14 @@ class WaitTimeout(UserError):
 
 
 def wait(until: Callable[[], T | None], *, subject: str, owner: str, seconds: float, poll: float = 0.1) -> T:
-    """Look again and again until `until` gives something that is neither None nor False, and return that.
+    """Poll `until` until it returns something truthy, and return that.
 
     Args:
-        until: Looks once.
-        subject: What is waited for.
+        until: Polls once.
+        subject: What to wait for.
         owner: Who owes it.
         seconds: The deadline, counted from now.
-        poll: Seconds between two looks; at least 0.05.
+        poll: Seconds between polls; at least 0.05.
 
     Raises:
         WaitTimeout: after `seconds`.
@@ -51,7 +51,7 @@ def wait(until: Callable[[], T | None], *, subject: str, owner: str, seconds: fl
 async def wait_async(
     until: Callable[[], T | None], *, subject: str, owner: str, seconds: float, poll: float = 0.1
 ) -> T:
-    """`wait` in an event loop."""
+    """Do as `wait`, in a loop."""
     deadline = time.monotonic() + seconds
     while not (value := until()):
         if time.monotonic() >= deadline:
@@ -61,7 +61,7 @@ async def wait_async(
 
 
 async def within(awaitable: Awaitable[T], *, subject: str, owner: str, seconds: float) -> T:
-    """Await something that ends by itself, at most `seconds`. Raises WaitTimeout: it did not; it has been cancelled."""
+    """Await something that ends by itself, at most `seconds`. Raises WaitTimeout if it does not; it is cancelled."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await awaitable
@@ -75,7 +75,7 @@ class TaskThread:
     """A thread that does one task at a time, and the tasks whose results nobody has taken yet.
 
     Args:
-        owner: Who owes the tasks.
+        owner: Who runs them.
         seconds: The deadline of each, counted from when it is waited for.
         initializer: What the thread does first.
     """
@@ -92,7 +92,7 @@ class TaskThread:
     def results(self, *, wait: bool = True) -> list[Any]:
         """Take the results of the tasks that have ended; with `wait` all of them.
 
-        Raises WaitTimeout if one is late, and what the first of them failed with.
+        Raises WaitTimeout if one is late, or the first failed one's exception.
         """
         for subject, future in self.tasks if wait else ():
             if wait_for_futures([future], timeout=self.seconds).not_done:

@@ -1,7 +1,7 @@
-"""What a model asks of attention, seen in a forward pass on the meta device; what is not computed exactly is refused.
+"""Find what attention a model needs by its forward on the meta device; refuse what we cannot compute exactly.
 
-transformers' models compute attention by a function of a table, and masks by another. For one pass both are ours, so
-that nothing depends on a list of families, and a model that goes around the table is seen to.
+transformers' models look up their attention function in one registry and their mask function in another. For one pass
+both are ours: no list of families is needed, and a model that bypasses them is detected.
 """
 
 import inspect
@@ -30,7 +30,7 @@ _POINTWISE = {"mlp", "moe"}  # transformers' names for layers that mix no tokens
 
 
 class Needs(NamedTuple):
-    """What the backend must be able to do."""
+    """What the backend must support."""
 
     head_dim: int  # the larger one of keys and values
     softcap: bool = False
@@ -38,7 +38,7 @@ class Needs(NamedTuple):
 
 
 class _Mask(NamedTuple):
-    """A mask as a model asks for it: (batch, head, query, key) -> bool, and tokens of its window or chunk."""
+    """A mask that a model asks for: (batch, head, query, key) -> bool, and its window or chunk size."""
 
     function: Any
     size: int | None
@@ -48,14 +48,14 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, lambda **asked: _Mask(asked["mask_f
 
 
 def examine(lm: PreTrainedModel, name: str, tokens: int | None = None, mixers: Collection[nn.Module] = ()) -> Needs:
-    """What the attention of `lm`, on the meta device, needs.
+    """Return what attention `lm`, on the meta device, needs.
 
     Args:
-        tokens: Most tokens of a micro-batch.
+        tokens: Maximum per micro-batch.
         mixers: Modules that mix tokens in other ways and keep documents apart themselves.
 
     Raises:
-        UserError: the attention is none that we compute, or a document would depend on the pack around it.
+        UserError: we cannot compute the attention, or a document would depend on others in its row.
     """
     calls, apart = list[Needs](), {part for module in mixers for part in module.modules()}
 
@@ -83,7 +83,7 @@ def examine(lm: PreTrainedModel, name: str, tokens: int | None = None, mixers: C
     ALL_ATTENTION_FUNCTIONS[_NAME] = attend
     row, overlay = torch.zeros(1, 256, dtype=torch.long, device="meta"), masking_utils.chunked_overlay
     boundaries = {"cu_seqlens": torch.tensor([0, 256], dtype=torch.int32), "max_seqlen": torch.tensor(256)}
-    # What would read data: documents seen in positions, masks of chunks, grouped float32 products, rotary frequencies
+    # Replace what reads data: document detection, chunked masks, grouped float32 products, rotary frequencies
     patches: list[tuple[Any, str, Any]] = [
         (masking_utils, "find_packed_sequence_indices", lambda _: None),
         (masking_utils, "chunked_overlay", lambda size, _: overlay(size, torch.zeros(1, dtype=torch.long))),
@@ -107,7 +107,7 @@ def examine(lm: PreTrainedModel, name: str, tokens: int | None = None, mixers: C
         if kind not in _POINTWISE and apart.isdisjoint(layer.modules()):
             raise refused(f"{type(layer).__name__} computes no attention by transformers' interface for it")
     part: Any
-    for part in lm.modules():  # frequencies of the longest document for all, positions of the whole row
+    for part in lm.modules():  # RoPE by the longest document, or scales by positions in the row
         rope, limit = str(getattr(part, "rope_type", "")), tokens or 0
         if "longrope" in rope:
             limit = part.config.rope_parameters.get("original_max_position_embeddings", 0)
@@ -121,7 +121,7 @@ def examine(lm: PreTrainedModel, name: str, tokens: int | None = None, mixers: C
 
 
 def _is_computed(mask: object, window: int | None, tokens: int | None) -> bool:
-    """Whether a mask shows all earlier tokens, or the window's, in documents of up to `tokens` (None: any number)."""
+    """Test at sampled positions whether a mask is causal, within `window`, up to `tokens` (None: any number)."""
     if not isinstance(mask, _Mask):
         return False
     sizes = [size for size in (window, mask.size) if size] + [1 << exponent for exponent in range(5, 21)]

@@ -1,11 +1,11 @@
-"""From hidden states to log-probability, entropy and loss, without the [tokens, vocabulary] logits ever existing.
+"""From hidden states to log-probability, entropy and loss, without materializing [tokens, vocabulary] logits.
 
 Tokens go through the head in chunks of C rows; only a chunk's logits exist, in one buffer for all chunks. Statistics
 and the accumulated gradient of the head's weight are float32 (float64 for float64 inputs): in bfloat16 the gradient's
 error would grow with the number of chunks. Names carry shapes: N tokens, C of a chunk, V vocabulary, H hidden.
 
-A model's own forward may scale its logits and cap them (`HeadForm`). The outer factor, scale or cap, goes into the
-inverse temperature: a chunk holds x = hidden weight^T + bias, or of a capped model x = tanh(slope · that).
+A model's forward may scale and soft-cap its logits (`HeadForm`). The outer factor, scale or cap, goes into the
+inverse temperature: a chunk holds x = hidden weight^T + bias, or with a cap x = tanh(slope · that).
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(logprob [C], entropy [C], streams [K, C]) -> (summed loss, sums [M] for metrics, the last MAXIMA of them maxima).
+"""(logprob [C], entropy [C], streams [K, C]) -> (summed loss, metric sums [M], the last MAXIMA of which are maxima).
 A sum over tokens, differentiated with respect to its first two arguments and compiled into one graph."""
 
 MAXIMA = 4
@@ -33,11 +33,11 @@ class HeadForm:
 
     @property
     def slope(self) -> float | None:
-        """The factor of u inside the tanh; None: there is none."""
+        """The factor of u inside the tanh; None without a cap."""
         return None if self.cap is None else self.scale / self.cap
 
     def fold(self, inv_temperature_N: Tensor) -> Tensor:
-        """The inverse temperature of what a chunk holds."""
+        """Scale inverse temperature by the outer factor."""
         factor = self.scale if self.cap is None else self.cap
         return inv_temperature_N if factor == 1 else inv_temperature_N * factor
 
@@ -45,13 +45,13 @@ class HeadForm:
 PLAIN = HeadForm()
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The precision of statistics for inputs of `dtype`."""
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to accumulate `dtype` inputs in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def add_up(sums: Sequence[Tensor]) -> Tensor:
-    """The sums [M] of chunks or micro-batches put together."""
+    """Merge [M] by adding, the last `MAXIMA` by maximum."""
     rows_RM = torch.stack(list(sums))
     return torch.cat([rows_RM[:, :-MAXIMA].sum(0), rows_RM[:, -MAXIMA:].amax(0)])
 
@@ -59,13 +59,13 @@ def add_up(sums: Sequence[Tensor]) -> Tensor:
 def stats(logits_CV: Tensor, labels_C: Tensor, inv_temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return log partition, log-probability of the label and entropy of softmax(logits / temperature), each [C].
 
-    All are NaN for a row with a NaN or an infinite logit, -inf included: no model means it; no loss may hide it.
+    All are NaN for a row with a NaN or infinite logit, even -inf: it is an error that no loss may hide.
     """
-    if has_kernels(logits_CV):
+    if use_triton(logits_CV):
         from prime_rl.trainer import triton_kernels
 
         return triton_kernels.stats(logits_CV, labels_C, inv_temperature_C)
-    log_p = logits_CV.to(accumulator(logits_CV.dtype)) * inv_temperature_C[:, None]
+    log_p = logits_CV.to(acc_dtype(logits_CV.dtype)) * inv_temperature_C[:, None]
     log_z = torch.logsumexp(log_p, -1)
     log_p -= log_z[:, None]
     entropy = -(torch.exp(log_p) * log_p).sum(-1)  # 0 · -inf is NaN
@@ -90,11 +90,11 @@ def dlogits_(
     With `slope` the logits are x = tanh(slope · u), and the gradient is with respect to u: dx / du = slope (1 - x²).
     """
     rows = labels_C, inv_temperature_C, log_z_C, entropy_C, d_logprob_C, d_entropy_C
-    if has_kernels(logits_CV):
+    if use_triton(logits_CV):
         from prime_rl.trainer import triton_kernels
 
         return triton_kernels.dlogits_(logits_CV, *rows, slope)
-    log_p = logits_CV.to(accumulator(logits_CV.dtype)) * inv_temperature_C[:, None] - log_z_C[:, None]
+    log_p = logits_CV.to(acc_dtype(logits_CV.dtype)) * inv_temperature_C[:, None] - log_z_C[:, None]
     p = torch.exp(log_p)
     d = p * -(d_logprob_C[:, None] + d_entropy_C[:, None] * (log_p + entropy_C[:, None]))
     d.scatter_add_(1, labels_C[:, None], d_logprob_C[:, None])
@@ -102,8 +102,8 @@ def dlogits_(
     return logits_CV.copy_(d if slope is None else d * slope * (1 - logits_CV.to(d.dtype).square()))
 
 
-def has_kernels(tensor: Tensor) -> bool:
-    """Whether our Triton kernels, which compute in float32, take it."""
+def use_triton(tensor: Tensor) -> bool:
+    """Return whether our Triton kernels (float32) can compute it."""
     return tensor.is_cuda and tensor.dtype != torch.float64
 
 
@@ -119,7 +119,7 @@ def logprob_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each label and the entropy of its distribution, both [N] and differentiable.
 
-    Keeps no logits: backward recomputes each chunk's (four matrix products). For scoring; losses that couple tokens.
+    Keeps no logits: backward recomputes each chunk's (four matrix products). For scoring and sequence losses.
     """
     inv_t = form.fold(inv_temperature_N)
     return _LogprobEntropy.apply(hidden_NH, weight_VH, bias_V, labels_N, inv_t, chunk, form.slope)
@@ -140,7 +140,7 @@ def fused_token_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and the metric sums of `token_loss` over all tokens, in one pass.
 
-    Gradients are formed in forward, while the chunk's logits exist: three matrix products a chunk instead of four. With
+    Gradients are computed in forward, while a chunk's logits exist: three matrix products per chunk, not four. With
     `compiled`, `token_loss` and its gradient are compiled, once for all sizes: in eager mode their many operations on
     [C] cost more than the logits.
 
@@ -155,9 +155,9 @@ def fused_token_loss(
 def _chunked_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, slope: float | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of each chunk and their logits, good until the next is asked for.
+    """Yield each chunk's rows and their x, valid until the next chunk is made.
 
-    No tokens are one empty chunk: whoever adds up results of chunks then has something of the right shape.
+    Without tokens, one empty chunk is yielded, so that results have the right shape when added up.
     """
     size = hidden.shape[0]
     room = torch.empty(min(chunk, size), weight.shape[0], dtype=hidden.dtype, device=hidden.device)
@@ -170,16 +170,16 @@ def _chunked_logits(
 
 
 def _make_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Room for d hidden [N, H] and, in the precision of statistics, d weight [V, H] and d bias [V]."""
-    dtype = accumulator(weight.dtype)
+    """Allocate d hidden [N, H] and, zeroed, in `acc_dtype` dtype, d weight [V, H], d bias [V]."""
+    dtype = acc_dtype(weight.dtype)
     d_bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
     return torch.empty_like(hidden), torch.zeros_like(weight, dtype=dtype), d_bias
 
 
-def _multiply(
+def _backward(
     d_CV: Tensor, hidden_CH: Tensor, weight: Tensor, d_hidden_CH: Tensor, d_weight: Tensor, d_bias: Tensor | None
 ) -> None:
-    """From the gradient of a chunk's logits:  d_hidden = d weight,  d_weight += d^T hidden,  d_bias += Σ d."""
+    """Compute from d, the logits' gradient:  d_hidden = d weight,  d_weight += d^T hidden,  d_bias += Σ d."""
     torch.mm(d_CV, weight, out=d_hidden_CH)
     if not len(d_CV):
         return
@@ -197,7 +197,7 @@ def _multiply(
 def _differentiated(token_loss: TokenLoss, compiled: bool) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
     """Return one function for `token_loss` and its gradients, which compiles to one graph without autograd outside.
 
-    From the arguments of a token loss to (loss, sums, d logprob [C], d entropy [C]).
+    It maps a token loss's arguments to (loss, sums, d logprob [C], d entropy [C]).
     """
     both = torch.func.grad_and_value(token_loss, argnums=(0, 1), has_aux=True)
 
@@ -224,7 +224,7 @@ class _LogprobEntropy(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, inv_t: Tensor, chunk: int, slope: Any
     ) -> tuple[Tensor, Tensor]:
-        size, dtype = hidden.shape[0], accumulator(hidden.dtype)
+        size, dtype = hidden.shape[0], acc_dtype(hidden.dtype)
         log_z, logprob, entropy = (torch.empty(size, dtype=dtype, device=hidden.device) for _ in range(3))
         for s, logits in _chunked_logits(hidden, weight, bias, chunk, slope):
             log_z[s], logprob[s], entropy[s] = stats(logits, labels[s], inv_t[s])
@@ -239,7 +239,7 @@ class _LogprobEntropy(torch.autograd.Function):
         d_hidden, d_weight, d_bias = _make_gradients(hidden, weight, bias)
         for s, logits in _chunked_logits(hidden, weight, bias, ctx.chunk, ctx.slope):
             d = dlogits_(logits, labels[s], inv_t[s], log_z[s], entropy[s], d_logprob[s], d_entropy[s], ctx.slope)
-            _multiply(d, hidden[s], weight, d_hidden[s], d_weight, d_bias)
+            _backward(d, hidden[s], weight, d_hidden[s], d_weight, d_bias)
         gradients = d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(weight.dtype)
         return *gradients, *[None] * 4
 
@@ -263,12 +263,12 @@ class _FusedTokenLoss(torch.autograd.Function):
         losses, sums = [], []
         for s, logits in _chunked_logits(hidden, weight, bias, chunk, slope):
             log_z, logprob, entropy = stats(logits, labels[s], inv_t[s])
-            loss_of = _differentiated(token_loss, compiled and len(logprob) > 1)  # 0 and 1 would each be compiled apart
+            loss_of = _differentiated(token_loss, compiled and len(logprob) > 1)  # Dynamo specializes sizes 0 and 1
             loss, chunk_sums, d_logprob, d_entropy = loss_of(logprob, entropy, streams[:, s])
             losses.append(loss)
             sums.append(chunk_sums)
             d = dlogits_(logits, labels[s], inv_t[s], log_z, entropy, d_logprob, d_entropy, slope)
-            _multiply(d, hidden[s], weight, d_hidden[s], d_weight, d_bias)
+            _backward(d, hidden[s], weight, d_hidden[s], d_weight, d_bias)
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtype = weight.dtype
         all_sums = add_up(sums)

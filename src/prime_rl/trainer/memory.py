@@ -79,7 +79,7 @@ class Shape:
         total = sum(parameter.numel() for parameter in lm.parameters())
         in_layers = sum(parameter.numel() for parameter in lm.model.layers.parameters())
         experts, chosen, feed_forward = 0, 1, getattr(text, "intermediate_size", 0)
-        for block, router, routed in moe.sparse_blocks(lm)[-1:]:
+        for block, router, routed in moe.moe_blocks(lm)[-1:]:
             experts, chosen = routed.num_experts, moe.experts_per_token(lm)
             every, own, apart = (sum(p.numel() for p in part.parameters()) for part in (block, routed, router))
             feed_forward = (chosen * routed.down_proj[0].numel() + (every - own - apart) // 3) // text.hidden_size

@@ -1,9 +1,9 @@
 """The policy: a Hugging Face causal language model under FSDP2 or, on one rank, a SingleRankUnit, with our attention
 and head.
 
-Order of construction: meta device → activation checkpointing → per-block compile → fully_shard → memory → each rank
-loads its own rows. Masters are float32; the compute dtype is bfloat16 on CUDA and float32 on CPU. A single rank keeps
-its weights gathered, without FSDP, whose hooks and copies at every layer would hold up the host.
+Order of construction: meta device → activation checkpointing → per-block compile → fully_shard → allocation → each
+rank loads its rows. Master weights are float32; `auto` computes in bfloat16 on CUDA, float32 on CPU. One rank that
+need not reshard goes without FSDP, whose per-layer hooks and copies would delay the host.
 """
 
 import math
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class SingleRankUnit:
-    """All parameters of `model`, with the methods of an FSDP unit that the trainer calls, and bits as with FSDP.
+    """All parameters of `model`, with the FSDP methods that the trainer calls, bitwise equal to FSDP.
 
     Masters are float32 DTensors, as FSDP has them, for optimizers, checkpoints and exports. While gathered the modules
     hold copies in the compute dtype instead. As soon as backward has a copy's gradient, it is added to the master's.
@@ -85,14 +85,14 @@ class SingleRankUnit:
         self._gathered = False
 
     def set_reshard_after_backward(self, reshard: bool, *, recurse: bool = True) -> None:
-        """Whether the next backward pass is the last one for these weights."""
+        """Set whether the next backward is the last with these weights."""
         self._reshard_after_backward = reshard
 
     def set_requires_all_reduce(self, required: bool, *, recurse: bool = True) -> None:
-        """There are no replicas."""
+        """No-op: no replicas."""
 
     def _make_copies(self) -> None:
-        """Once the masters have their memory. Those that are computed as they are share it."""
+        """Make the copies, once masters are allocated; equal dtypes share their memory."""
         copies: dict[nn.Parameter, nn.Parameter] = {}
         for module in self._model.modules():
             for name, master in module.named_parameters(recurse=False):
@@ -130,7 +130,7 @@ Unit = FSDPModule | SingleRankUnit
 
 
 class Policy(nn.Module):
-    """Backbone and head under one root: FSDP sees a single forward; the head of `lm` (transformers) is not called."""
+    """Backbone and head under one root: FSDP sees one forward; only `own_logits` calls the head of `lm`."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Policy(nn.Module):
         self.head_chunk, self.frees_weights = memory.settings.head_chunk, memory.settings.reshard
         self.units: list[Unit] = []
         self.hookless: list[Unit] = []  # those that have to be gathered here
-        self.sparse = [block for block in moe.sparse_blocks(lm) if not moe.is_dense(block.experts)]
+        self.sparse = [block for block in moe.moe_blocks(lm) if not moe.runs_all(block.experts)]
 
     def forward(self, batch: MicroBatch, loss: TokenLoss | SequenceLoss | None = None) -> tuple[Tensor, Tensor]:
         """Return loss [] and metric sums [M] of `loss` over the loss tokens; without it logprob [L] and entropy [L]."""
@@ -158,7 +158,7 @@ class Policy(nn.Module):
             block.router.replayed = None if batch.experts is None else batch.experts[number]
             block.router.tokens = block.experts.tokens = tokens
         if isinstance(self, FSDPModule) and torch.is_grad_enabled():
-            # One pass forms the head's gradients here, and an embedding's need no weight. Holds for the next backward.
+            # A fused loss forms the head's gradients here; an embedding's need no weight. Holds for the next backward.
             self.set_unshard_in_backward(in_two_passes)
         hidden_TH = self.lm.model(
             input_ids=batch.input_ids[None],
@@ -177,21 +177,21 @@ class Policy(nn.Module):
         return fused_token_loss(*head, *arguments, bias_V=bias_V, form=form)
 
     def own_logits(self, ids_T: Tensor) -> Tensor:
-        """The logits [T, V] of one document by the forward of `lm` itself, with the attention that is set."""
+        """Return one document's logits [T, V] by the forward of `lm`, with the attention now set."""
         for unit in self.hookless:
             unit.unshard()
         return self.lm(**_own_inputs(self.lm, ids_T)).logits[0]
 
 
 def _own_inputs(lm: PreTrainedModel, ids_T: Tensor) -> dict[str, Any]:
-    """The arguments of `lm` for the logits of one document."""
-    # Asked for router logits, a model computes a loss of the routers.
+    """Return `lm`'s arguments for one document's logits."""
+    # With router logits, a model would compute an auxiliary loss.
     routers = {"output_router_logits": False} if getattr(lm.config, "output_router_logits", False) else {}
     return {"input_ids": ids_T[None], "use_cache": False, **routers}
 
 
 class _HiddenStates(MoeModelOutputWithPast):
-    """A backbone's output without what only some families' heads hand on."""
+    """A backbone's output; what only some families' heads read is None."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -201,11 +201,11 @@ HEAD_CHECK_TOKENS, HEAD_CHECK_ROWS, HEAD_CHECK_LIMIT = 32, 512, 1e-5
 
 
 @torch.no_grad()
-def check_head(lm: PreTrainedModel, name: str) -> HeadForm:
-    """Read off the model's own forward what it makes of its logits, with random hidden states in place of the
-    backbone's, a random weight and bias, in float64 on the CPU. `lm` may be on the meta device.
+def infer_head(lm: PreTrainedModel, name: str) -> HeadForm:
+    """Find how the model's own forward scales and caps its logits, by running it on random hidden states, weight and
+    bias in float64 on the CPU, without the backbone. `lm` may be on the meta device.
 
-    Tiny logits give the scale, since a soft-cap does nothing to them, and huge ones the cap. The result is compared.
+    Tiny logits give the scale, since a soft-cap does not change them, huge ones the cap; the form is then tested.
 
     Raises:
         UserError: the model's forward does something else to its logits.
@@ -254,7 +254,7 @@ def check_head(lm: PreTrainedModel, name: str) -> HeadForm:
 
 
 def compute_dtype(config_dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype of activations: `auto` is bfloat16 on CUDA and float32 on CPU, where it is as fast and exact."""
+    """Return the dtype of activations; `auto`: bfloat16 on CUDA, float32 on CPU (as fast there, and exact)."""
     if config_dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, config_dtype)
@@ -273,7 +273,7 @@ def build_policy(
     """Build the sharded policy and give every parameter its value.
 
     Args:
-        tokens: Most tokens of a micro-batch, by which memory is planned on a GPU (None: nothing is planned).
+        tokens: Maximum per micro-batch, for which GPU memory is planned (None: nothing is planned).
         optim: The optimizer that will be built, whose states are counted (None: AdamW).
         published: Bytes per parameter of weights published from this GPU (`weight_publisher.published_bytes`).
 
@@ -293,9 +293,9 @@ def build_policy(
         except ValueError as error:
             raise UserError(f"model {source.name} is not a causal language model: {one_line(error)}") from error
     _check_architecture(lm, source.name)
-    head_form = check_head(lm.eval(), source.name)
+    head_form = infer_head(lm.eval(), source.name)
     dtype = compute_dtype(config.dtype, world.device)
-    if dtype != torch.bfloat16 and moe.sparse_blocks(lm):  # the compiler knows grouped products in bfloat16 only
+    if dtype != torch.bfloat16 and moe.moe_blocks(lm):  # the compiler knows grouped products in bfloat16 only
         if config.compile:
             raise UserError(f"model.compile: {source.name} has experts, which compile in bfloat16 only (model.dtype)")
         compiled = False
@@ -339,7 +339,7 @@ def build_policy(
 
 
 def _shard(policy: Policy, others: list[nn.Module], dtype: torch.dtype, world: World) -> None:
-    """Make FSDP units of the routers, each layer, each of `others`, and embedding and head."""
+    """Make FSDP units: all routers, each layer, each of `others`, embedding with head."""
     settings, mesh = policy.memory.settings, world.mesh
     precision = MixedPrecisionPolicy(
         param_dtype=dtype,

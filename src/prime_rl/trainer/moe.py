@@ -1,10 +1,10 @@
-"""Mixture-of-experts blocks of families that use transformers' experts interface: float32 routing, grouped products.
+"""Mixture-of-experts blocks that use transformers' experts interface: float32 routing, grouped matrix products.
 
 Blocks and routers stay transformers' own modules. The experts' forward is `mix`, registered as `NAME`; every call of a
-router goes through `route`. A router's choice is replaced there (`router_replay`): `Choice` sees the scores [T, E] and
-the experts [T, K] chosen by them; scores of others, gathered instead, go on through the router's own formula. Letters:
-T tokens, K experts of each, S = T·K, E experts, I width of an expert's hidden layer, J of its first product (2·I with a
-gate), H hidden size.
+router goes through `route`. For router replay, `Replay` replaces the result of the router's top-k there: the replayed
+experts [T, K] and their scores, from which the router computes the weights as ever. Letters: T tokens, K experts per
+token, S = T·K, E experts, F = E + 1, I width of an expert's hidden layer, J of its first product (2·I with a gate),
+H hidden size, M blocks.
 """
 
 import sys
@@ -25,12 +25,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
-from prime_rl.trainer.lm_head import has_kernels
+from prime_rl.trainer.lm_head import use_triton
 from prime_rl.trainer.report import Named
 
 NAME = "prime_rl_grouped"
-# The operators whose outputs checkpointed blocks keep: choosing experts again from logits that another kernel rounded
-# otherwise would assign kept rows to other experts.
+# Operators whose outputs activation checkpointing keeps: experts recomputed from logits that another kernel rounds
+# differently would not match the rows that are kept.
 KEPT = {torch.ops.aten.topk.default, torch.ops.aten.max.dim}
 
 
@@ -47,7 +47,7 @@ def set_up(lm: PreTrainedModel, name: str) -> None:
 
     Raises UserError if the model has experts that do not go through transformers' interface.
     """
-    blocks = sparse_blocks(lm)
+    blocks = moe_blocks(lm)
     known = {block.experts for block in blocks}
     for path, module in lm.named_modules():
         if path.endswith(".experts") and module not in known:
@@ -59,7 +59,7 @@ def set_up(lm: PreTrainedModel, name: str) -> None:
         lm.set_experts_implementation(NAME)
     for block, router, experts in blocks:
         block.eval()  # no jitter, no sampling of experts
-        if is_dense(experts):  # they are passed tokens times the router's weights
+        if runs_all(experts):  # they are passed tokens times the router's weights
             logger.warning("{}: all experts compute every token, which is slow", type(experts).__name__)
             router.register_forward_hook(lambda _, inputs, out: tuple(each.to(inputs[0].dtype) for each in out))
         router.__class__ = _routed(type(router))  # type: ignore[arg-type]
@@ -75,34 +75,34 @@ def set_up(lm: PreTrainedModel, name: str) -> None:
                     module.register_buffer(key, parameter.detach())
 
 
-def sparse_blocks(model: nn.Module) -> list[SparseBlock]:
-    """The model's blocks of experts of the interface, which marks them, or of dense ones, from first to last."""
+def moe_blocks(model: nn.Module) -> list[SparseBlock]:
+    """Return the MoE blocks, first to last: experts of the interface (`is_transposed`) or dense ones."""
     parts = [(module, dict(module.named_children())) for module in model.modules()]
     blocks = [
         SparseBlock(each, of.get("gate", of.get("router")), of["experts"]) for each, of in parts if "experts" in of
     ]
-    known = (each for each in blocks if "is_transposed" in vars(each.experts) or is_dense(each.experts))
+    known = (each for each in blocks if "is_transposed" in vars(each.experts) or runs_all(each.experts))
     return [each for each in known if each.router is not None]
 
 
-def is_dense(experts: nn.Module) -> bool:
-    """Whether all compute every token, times a weight that is 0 where they were not chosen (Llama 4)."""
+def runs_all(experts: nn.Module) -> bool:
+    """Return whether every expert computes every token, scaled by its weight or 0 (Llama 4)."""
     return [*signature(experts.forward).parameters] == ["hidden_states"]
 
 
 def router_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are computed in float32, whatever the dtype."""
-    return [parameter for block in sparse_blocks(model) for parameter in block.router.parameters()]
+    """Return the routers' parameters: float32 in any compute dtype."""
+    return [parameter for block in moe_blocks(model) for parameter in block.router.parameters()]
 
 
 def shard_routers(lm: PreTrainedModel, mesh: DeviceMesh) -> list[FSDPModule]:
-    """Make all routers one FSDP unit that computes in float32, before the layers become units. None in a dense model.
+    """Make all routers one FSDP unit that computes in float32, before the layers become units; [] in a dense model.
 
-    Whoever calls the model must gather it (`unshard`): its hooks are removed, so that nothing of FSDP lies inside a
-    compiled block. It stays gathered until the end of backward, where FSDP reduces what its hooks have not seen. One
-    float32 gather and one reduction a micro-batch (50 MB of the 30B model) in place of one per layer.
+    The caller of the model must gather it (`unshard`): its forward hooks are removed, to keep FSDP out of compiled
+    blocks. It stays gathered until the end of backward, where FSDP reduces its gradients. One float32 all-gather and
+    one reduction per micro-batch (50 MB for the 30B model) instead of one per layer.
     """
-    routers = [block.router for block in sparse_blocks(lm)]
+    routers = [block.router for block in moe_blocks(lm)]
     if not routers:
         return []
     precision = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -114,20 +114,20 @@ def shard_routers(lm: PreTrainedModel, mesh: DeviceMesh) -> list[FSDPModule]:
 
 
 def experts_per_token(lm: PreTrainedModel) -> int:
-    """Return K, by the names that families have for it; 1 in a dense model, all where all compute every token."""
-    text, blocks = lm.config.get_text_config(), sparse_blocks(lm)
-    if blocks and is_dense(blocks[0].experts):
+    """Return K from the config, whatever its name there; 1 without experts, E where all compute every token."""
+    text, blocks = lm.config.get_text_config(), moe_blocks(lm)
+    if blocks and runs_all(blocks[0].experts):
         return int(blocks[0].experts.num_experts)
     return getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
 
 
-class Choice(TorchFunctionMode):
-    """Replaces the K experts that a router chooses by `replayed_TK`. Results, unlike checkpoints', may be changed."""
+class Replay(TorchFunctionMode):
+    """Replaces a router's top-k by `replayed_TK`. Copies kept scores, which routers may change in place."""
 
     def __init__(self, experts: int, replayed_TK: Tensor | None) -> None:
         super().__init__()
         self.experts, self.replayed_TK = experts, replayed_TK
-        self.limited: Any = None  # scores that were masked outside of some groups, and all of them
+        self.limited: Any = None  # scores masked outside the chosen groups, and unmasked
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
@@ -145,16 +145,16 @@ class Choice(TorchFunctionMode):
 def route(forward: Callable[..., Any], router: Any, hidden_TH: Tensor, *bias: Tensor) -> Any:
     """Call a router in float32, whatever the block computes in.
 
-    Logits rounded to bfloat16 would tie experts with one another and choose others than the sampling engine.
+    Logits rounded to bfloat16 would tie, and the router would choose other experts than the engine.
     """
-    # Compiled, nothing is changed in place, and a block may enter a mode only if `router_replay.set_up` has allowed it.
+    # Compiled code changes nothing in place, and enters a mode only once `router_replay.set_up` has allowed that.
     if torch.compiler.is_compiling() and router.replayed is None:
-        return balanced(router, forward(router, hidden_TH.float(), *bias))
-    with Choice(router.expert_count, router.replayed):
-        return balanced(router, forward(router, hidden_TH.float(), *bias))
+        return add_loss(router, forward(router, hidden_TH.float(), *bias))
+    with Replay(router.expert_count, router.replayed):
+        return add_loss(router, forward(router, hidden_TH.float(), *bias))
 
 
-@cache  # with a forward of each router's own, layers would not share a graph
+@cache  # a forward per router would mean a graph per layer
 def _routed(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"forward": lambda router, *inputs: route(kind.forward, router, *inputs)})
 
@@ -162,11 +162,11 @@ def _routed(kind: Any) -> Any:
 def mix(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """Return every token's weighted sum over its experts [T, H].
 
-    Rows are sorted by expert: each projection is one grouped matrix product; nothing waits for the device. The weights
-    multiply the hidden layer, not the output: the same sum on fewer columns; backward keeps no outputs of experts.
+    Rows are sorted by expert: each projection is one grouped matrix product, without a device sync. The weights scale
+    the hidden layer, not the output: the same sum (cheaper if I < H), and backward keeps no expert outputs.
     """
     count, (tokens, k) = experts.num_experts, chosen_TK.shape
-    if experts.count_F is not None:  # written, not added: backward may compute a block again
+    if experts.count_F is not None:  # assigned, not added: backward may recompute a block
         experts.count_F[:-1] = choices(chosen_TK, count, experts.tokens).sum(0)
     sorted_S, order_S = chosen_TK.flatten().to(torch.int32).sort(stable=True)
     numbers = torch.arange(count, device=sorted_S.device, dtype=torch.int32)
@@ -196,15 +196,15 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, mix)
 
 
 def grouped_linear(rows_SI: Tensor, weight_EOI: Tensor, end_E: Tensor, transposed: bool) -> Tensor:
-    """Multiply rows [end[e - 1], end[e]) by expert e's matrix ([O, I], [I, O]): [S, O]. `end_E`: int32, constant."""
+    """Multiply rows [end[e - 1], end[e]) by expert e's [O, I] (`transposed`: [I, O]); return [S, O]."""
     return F.grouped_mm(rows_SI, weight_EOI if transposed else weight_EOI.transpose(1, 2), offs=end_E)
 
 
 # Opaque to the compiler, which would gather element by element; each is the other's backward, without atomics.
 @torch.library.custom_op("prime_rl::spread", mutates_args=())
 def spread(rows_TH: Tensor, place_TK: Tensor) -> Tensor:
-    """Each token's row at its K places [S, H]. `place_TK` (int32) names every place from 0 to S - 1 once."""
-    if has_kernels(rows_TH):
+    """Copy each token's row to its K places [S, H]. `place_TK` (int32) is a permutation of 0 … S - 1."""
+    if use_triton(rows_TH):
         from prime_rl.trainer import triton_kernels
 
         return triton_kernels.spread(rows_TH, place_TK)
@@ -215,8 +215,8 @@ def spread(rows_TH: Tensor, place_TK: Tensor) -> Tensor:
 
 @torch.library.custom_op("prime_rl::collect", mutates_args=())
 def collect(rows_SH: Tensor, place_TK: Tensor) -> Tensor:
-    """The sum of the rows at each token's K places [T, H], rounded once."""
-    if has_kernels(rows_SH):
+    """Sum the rows at each token's K places [T, H], rounding once."""
+    if use_triton(rows_SH):
         from prime_rl.trainer import triton_kernels
 
         return triton_kernels.collect(rows_SH, place_TK)
@@ -233,16 +233,16 @@ for operator, inverse in ((spread, collect), (collect, spread)):
 
 
 def choices(chosen_TK: Tensor, experts: int, tokens: Tensor) -> Tensor:
-    """Whether a token goes to an expert [T, E] bool, of the first `tokens` [] tokens: the others are padding."""
+    """Return which experts a token goes to, [T, E] bool; none after `tokens` [] tokens: padding."""
     is_real_TK = (torch.arange(len(chosen_TK), device=chosen_TK.device) < tokens)[:, None].expand_as(chosen_TK)
     return is_real_TK.new_zeros(len(chosen_TK), experts).scatter(1, chosen_TK, is_real_TK)
 
 
-def balanced(router: Any, out: Any) -> Any:
-    """What a router returned. In backward its weights also bring in the auxiliary loss:  E · Σ_e load_e / T · P_e.
+def add_loss(router: Any, out: Any) -> Any:
+    """Return `out`; its weights' backward adds the auxiliary loss  loss_scale · T · E · Σ_e load_e / T · P_e.
 
-    P is the mean of softmax(logits) over the T tokens of a micro-batch; loads have no gradient. With equal loads it is
-    K, as in transformers' `load_balancing_loss_func` for one layer: K times Switch Transformer's (arXiv:2101.03961).
+    P is the mean of softmax(logits) over a micro-batch's T tokens; loads have no gradient. Equal loads give K times
+    loss_scale · T, as transformers' `load_balancing_loss_func` for a layer: K × Switch Transformer (arXiv:2101.03961).
     """
     if router.loss_scale is None:
         return out
@@ -255,7 +255,7 @@ def balanced(router: Any, out: Any) -> Any:
     return out[0], with_loss(out[1], loss), *out[2:]
 
 
-# The same weights, whose backward pass is that of the loss, too.
+# Returns the weights; backward also gives the loss gradient 1.
 with_loss: Any = torch.library.custom_op(
     "prime_rl::with_loss", lambda weight, _: weight.clone(), mutates_args=(), schema="(Tensor a, Tensor b) -> Tensor"
 )
@@ -264,11 +264,11 @@ with_loss.register_autograd(lambda ctx, grad_TK: (grad_TK, grad_TK.new_ones(()))
 
 
 def set_up_balance(lm: PreTrainedModel, config: TrainerModel, device: torch.device) -> None:
-    """Have each block count its experts' tokens, and last, if asked for, the auxiliary loss: `count_F` [E + 1].
+    """Have blocks write tokens per expert and, last, the auxiliary loss (0: off) into `count_F` [E + 1].
 
     Raises UserError if the model has no routers that can be balanced as `config` asks.
     """
-    blocks, has_loss = sparse_blocks(lm), "load_balancing_loss_func" in vars(sys.modules[type(lm).__module__])
+    blocks, has_loss = moe_blocks(lm), "load_balancing_loss_func" in vars(sys.modules[type(lm).__module__])
     if config.moe_aux_loss and not (blocks and has_loss and type(blocks[0].router).__base__ is not nn.Linear):
         raise UserError(f"model.moe_aux_loss: {type(lm).__name__} has no routers with transformers' auxiliary loss")
     if config.moe_bias_update and not 0 < len(blocks) == len(correction_biases(blocks)):
@@ -279,7 +279,7 @@ def set_up_balance(lm: PreTrainedModel, config: TrainerModel, device: torch.devi
 
 
 def named(blocks: Sequence[SparseBlock], names: Named, sums: list[float]) -> Mapping[str, float]:
-    """The metrics of a step's sums: first the blocks' `count_F`, all of one size, then those that `names` names."""
+    """Return the metrics of a step's sums: of all blocks' `count_F`, equal in size, then those of `names`."""
     if not blocks:
         return names(sums)
     count = len(blocks) * len(blocks[0].experts.count_F)
@@ -291,14 +291,14 @@ def named(blocks: Sequence[SparseBlock], names: Named, sums: list[float]) -> Map
 
 
 def correction_biases(blocks: Sequence[SparseBlock]) -> list[Tensor]:
-    """What routers add to their E scores to choose by, where it is a buffer."""
+    """Return the buffers [E] that routers add to scores only to choose."""
     buffers = [(block.router.expert_count, *each) for block in blocks for each in block.module.named_buffers()]
     return [each for count, name, each in buffers if name.endswith("bias") and each.numel() == count]
 
 
 @torch.no_grad()
 def update_biases(blocks: Sequence[SparseBlock], sums: Tensor, rate: float) -> None:
-    """Raise by `rate` the correction biases of experts below the mean load, lower the others (arXiv:2412.19437)."""
+    """Raise correction biases of experts below the mean load by `rate`, lower those above (arXiv:2412.19437)."""
     for number, bias in enumerate(correction_biases(blocks) if rate else ()):
         load_E = sums.narrow(0, number * (bias.numel() + 1), bias.numel())
         bias.add_((load_E.mean() - load_E).sign().view_as(bias), alpha=rate)

@@ -1,6 +1,6 @@
 """Parameters under their Hugging Face names: which rows lie on which rank, and how they get their values.
 
-transformers holds some tensors in another form than the files do: all experts in one parameter, modules under other
+transformers holds some tensors in a different form than files do: all experts in one parameter, modules under other
 names. `stored_tensors` names, for every tensor of the files, the slice of the parameter that holds it; loading and
 exporting both follow it. Values come from a model directory or are random.
 """
@@ -33,7 +33,7 @@ _WRAPPED = "_checkpoint_wrapped_module."  # of blocks that keep less, or keep it
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a model's files, of `shape`, and what holds it, whole or (`index`) in an expert's matrix rows."""
+    """One tensor of a model's files and where it lies: `parameter[index]` (rows, rows of an expert, or all)."""
 
     name: str
     shape: list[int]
@@ -41,7 +41,7 @@ class StoredTensor:
     index: tuple[int, slice] | tuple[slice] | tuple[()] = ()
 
     def local(self, world: World) -> tuple[Tensor, int]:
-        """This rank's rows of it (a view of the parameter, perhaps empty), and the index of their first row."""
+        """Return this rank's rows (a view of the parameter, maybe empty) and the index of the first."""
         local, first = local_rows(self.parameter, world)
         if not self.index:
             return local, first
@@ -57,18 +57,18 @@ class StoredTensor:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what checkpointing and offloading put into it."""
+    """Strip from a parameter's name what checkpointing and offloading add."""
     return name.replace(_WRAPPED, "")
 
 
 def named_parameters(policy: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters under transformers' names; a tied head appears once, as the embedding."""
+    """Yield parameters by transformers' names; a tied head only as the embedding."""
     assert isinstance(policy.lm, nn.Module)
     for name, parameter in policy.lm.named_parameters():
         yield plain_name(name), parameter
 
 
-class _Uncopied(TorchFunctionMode):
+class _NoCopy(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if function is Tensor.contiguous else function(*args, **(kwargs or {}))
 
@@ -76,8 +76,8 @@ class _Uncopied(TorchFunctionMode):
 def stored_tensors(policy: nn.Module, held: Collection[str] = ()) -> Iterator[StoredTensor]:
     """Yield what the model's files hold, in the order of the parameters.
 
-    transformers' own conversion, backwards and without values, takes the parameters apart. `held`: names in existing
-    files, whose tensors under transformers' own names stay whole. Raises UserError if one is no slice of a parameter.
+    transformers' reverse conversion, run on meta tensors, splits the parameters. `held`: names in existing files; a
+    parameter held under its transformers name stays whole. Raises UserError if a tensor is no slice of a parameter.
     """
     assert isinstance(policy.lm, PreTrainedModel)
     # With routers' correction biases, which are buffers
@@ -86,7 +86,7 @@ def stored_tensors(policy: nn.Module, held: Collection[str] = ()) -> Iterator[St
     wholes = {name: torch.empty(value.shape, device="meta") for name, value in values.items()}
     origins = {whole.untyped_storage()._cdata: name for name, whole in wholes.items()}
     parts: dict[str, list[StoredTensor]] = {name: [] for name in values}
-    with _Uncopied():
+    with _NoCopy():
         stored = revert_weight_conversion(policy.lm, dict(wholes))
     for name, part in stored.items():
         origin = origins.get(part.untyped_storage()._cdata, "")
@@ -99,7 +99,7 @@ def stored_tensors(policy: nn.Module, held: Collection[str] = ()) -> Iterator[St
 
 
 def _index(whole: Tensor, part: Tensor) -> tuple[int, slice] | tuple[slice] | tuple[()] | None:
-    """Where in memory, hence in `whole`, its view `part` lies: everywhere, in rows of it, or of one of its matrices."""
+    """Return the index of the view `part` in `whole`: all, rows, or rows of one matrix; None if none of these."""
     if part.shape == whole.shape and part.stride() == whole.stride():
         return ()
     if part.shape[1:] == whole.shape[1:] and part.stride() == whole.stride():
@@ -112,13 +112,13 @@ def _index(whole: Tensor, part: Tensor) -> tuple[int, slice] | tuple[slice] | tu
 
 
 def local_rows(parameter: Tensor, world: World) -> tuple[Tensor, int]:
-    """This rank's rows of a parameter, and the index of their first row."""
+    """Return this rank's rows of a parameter and the index of the first."""
     first = rows_of_rank(parameter.shape[0], world)[0] if isinstance(parameter, DTensor) else 0
     return local_part(parameter).detach(), first
 
 
 def initialize_buffers(lm: PreTrainedModel, name: str) -> None:
-    """Recompute buffers that no checkpoint carries (rotary frequencies), set counters to zero."""
+    """Recompute buffers that are in no checkpoint (rotary frequencies), zero integer buffers."""
     fixed = {*lm.state_dict(keep_vars=True).values()}
     for buffer in lm.buffers():
         buffer.fill_(torch.nan if buffer.is_floating_point() else 0)
@@ -134,7 +134,7 @@ def initialize_buffers(lm: PreTrainedModel, name: str) -> None:
 
 @torch.no_grad()
 def randomize(policy: nn.Module, world: World, seed: int) -> None:
-    """Random matrices (normal, 0.02), unit norms, zero biases: the same on any number of ranks."""
+    """Fill matrices with normal(0, 0.02), biases with 0, the rest with 1, for any rank count."""
     generator = torch.Generator(world.device)
     for tensor in stored_tensors(policy):
         local, start = tensor.local(world)
@@ -150,7 +150,7 @@ def randomize(policy: nn.Module, world: World, seed: int) -> None:
 def load_weights(policy: nn.Module, directory: Path, world: World) -> None:
     """Read every parameter's rows of this rank from a model directory's safetensors files.
 
-    Experts lie there as models of the family are published, or as transformers holds them. Raises UserError if a tensor
+    Experts may be stored as the family publishes them, or as transformers holds them. Raises UserError if a tensor
     is missing or has another shape, or a file is damaged.
     """
     files = _tensor_files(directory)
@@ -188,7 +188,7 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file with at most `UNSYNCED_BYTES` of it in the page cache, and sync it."""
+    """Write a safetensors file, syncing about every `UNSYNCED_BYTES` and at the end."""
     header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():

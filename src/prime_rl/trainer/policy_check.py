@@ -1,8 +1,8 @@
 """Before training: the policy's log-probabilities of two short documents against those of the model's own forward.
 
 The policy packs both and uses our attention, experts and head; the model's own forward takes one document at a time,
-with its own attention and experts ("eager"), and its logits. Whatever we leave out of a model that nobody has tried is
-a difference.
+with its own attention and experts ("eager"), and its logits. Anything that we leave out of a model nobody has tried
+shows here.
 """
 
 import time
@@ -26,13 +26,13 @@ FIRST_TOKENS = 48  # of the fixed prompt's 64; the others are a second document,
 TEMPERATURES = 1.0, 0.7
 
 EXACT_LIMIT = 1e-4
-"""Of any token, in float32: right kernels differ by up to 9e-6."""
+"""For any token, in float32: correct kernels differ by ≤ 9e-6."""
 
 ROUNDED_LIMIT = 4.0
-"""Of a document's median token, in bfloat16, by what one more rounding of embeddings, layers' outputs and logits makes
-of the model's own forward. In random models of all types right kernels differ by up to 2 of it, a document that sees
-the one before it by 16 and more, logits whose scale is 10 % off by 5 and more. All compute with the same experts: one
-that is another after rounding may change a token by 1 nat."""
+"""For a document's median token, in bfloat16, in units of what one more rounding of embeddings, layer outputs and
+logits changes in the model's own forward. In random models of all types correct kernels reach 2, a document that sees
+the one before it 16 or more, a logit scale that is 10 % off 5 or more. All use the same experts, since a different
+one after rounding may change a token by 1 nat."""
 ROUNDING = 2.0**-9  # standard deviation of bfloat16's relative error
 
 
@@ -42,10 +42,10 @@ def check_policy(policy: Policy, name: str, world: World, computed: torch.dtype)
 
     Args:
         name: The model, for messages.
-        computed: The dtype that the policy computes in.
+        computed: The policy's compute dtype.
 
     Raises:
-        UserError: they differ by more than two right computations do, or one of them fails.
+        UserError: they differ by more than correct kernels do, or one of them fails.
     """
     started, lm, sizes = time.perf_counter(), policy.lm, (FIRST_TOKENS, REFERENCE_TOKENS - FIRST_TOKENS)
     tokens = np.array(reference_tokens(lm.config.get_text_config().vocab_size))
@@ -113,4 +113,4 @@ def check_policy(policy: Policy, name: str, world: World, computed: torch.dtype)
     agree(world, judge)
     if world.is_main:
         seconds = time.perf_counter() - started
-        logger.info("log-probabilities are {:.2g} off those of {}'s own forward ({:.1f} s)", gap, family, seconds)
+        logger.info("log-probabilities differ by {:.2g} from {}'s forward ({:.1f} s)", gap, family, seconds)

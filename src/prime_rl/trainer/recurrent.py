@@ -1,6 +1,6 @@
 """Layers that carry a state from token to token, or convolve over them: a packed row's documents do not see each other.
 
-transformers' own modules are called once a document, so that no state can reach the next document, whatever the family:
+transformers' modules are called once per document, so that no state can reach the next document, whatever the family:
 gated delta rules, selective scans, short convolutions. All else (attention, feed-forward layers, norms) computes the
 whole row. On a GPU they are tried first: if their kernels take a row's documents at once and give what torch gives for
 each, they are called once a row, and compiled with their layers. T tokens, D documents, N chunks.
@@ -43,7 +43,7 @@ def split_documents(lm: PreTrainedModel, dtype: torch.dtype, world: World) -> tu
     for layer in lm.model.layers:
         lengths: list[int] = []  # of the documents that the layer computes now; none: the row is one document
         if reason and mixers(layer):
-            # In backward, too, where the layer is computed again: it is called with that micro-batch's arguments.
+            # Also in recomputation during backward, which passes that micro-batch's arguments.
             layer.register_forward_pre_hook(partial(_take_lengths, lengths), with_kwargs=True)
         for mixer in mixers(layer):
             if reason:
@@ -57,7 +57,7 @@ def split_documents(lm: PreTrainedModel, dtype: torch.dtype, world: World) -> tu
 
 
 def mixers(layer: nn.Module) -> list[nn.Module]:
-    """Return a layer's outermost modules that have a causal convolution or call themselves linear attention."""
+    """Return a layer's outermost modules that have a Conv1d or whose `layer_type` is linear attention."""
     outermost: list[nn.Module] = []
     for child in layer.children():
         convolves = any(isinstance(part, nn.Conv1d) for part in child.children())
@@ -69,7 +69,7 @@ def mixers(layer: nn.Module) -> list[nn.Module]:
 
 
 def projected_width(layer: nn.Module) -> int:
-    """What the linear layers of a layer's mixers give for a token, in elements; 0 without mixers."""
+    """Sum the output widths of all linear layers in a layer's mixers; 0 without mixers."""
     parts = [part for mixer in mixers(layer) for part in mixer.modules()]
     return sum(part.out_features for part in parts if isinstance(part, nn.Linear))
 
@@ -81,7 +81,7 @@ def kept_floats(layer: nn.Module) -> int:
 
 
 def without(module: nn.Module, mixers: Collection[nn.Module]) -> list[nn.Module]:
-    """The module, if it has no mixers, else those of its parts that have none but matrices, as large as they can be."""
+    """Return the largest submodules that hold matrices but no mixer: the module itself, if it has none."""
     if module in mixers:
         return []
     if not any(part in mixers for part in module.modules()):
@@ -90,7 +90,7 @@ def without(module: nn.Module, mixers: Collection[nn.Module]) -> list[nn.Module]
 
 
 def on_host(cu_seqlens: npt.NDArray[np.int32], device: torch.device) -> dict[str, Tensor]:
-    """The argument of every layer that says where documents begin without asking the device for it, [D + 1]."""
+    """Return the layers' argument with documents' offsets [D + 1] on the host, read without a sync."""
     boundaries = torch.from_numpy(cu_seqlens)
     torch._dynamo.maybe_mark_dynamic(boundaries, 0)
     return {"boundaries": boundaries}
@@ -115,8 +115,8 @@ def _take_lengths(lengths: list[int], layer: nn.Module, args: Any, kwargs: dict[
 
 
 def _one_by_one(forward: Callable[..., Any], lengths: list[int], *args: Any, **kwargs: Any) -> Any:
-    """Call `forward` once a document. Arguments and results [1, T, …] are split and joined; any other argument goes to
-    every call, any other result is dropped: the layers hand on none."""
+    """Call `forward` once per document. Arguments [1, T, …] are split and such results joined; other arguments go to
+    every call, other results become None: layers use none."""
     kwargs = {name: value for name, value in kwargs.items() if name not in _ATTENTION}
     if len(lengths) < 2:
         return forward(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Router replay: tokens go to the experts that the sampling engine chose, weighted by the trainer's own router.
 
-A router's scores of two experts may be nearly the same, and two programs that round otherwise choose differently: the
-trainer would compute another model than the sampler. Letters: M layers with experts, T tokens, K experts of each.
+Where scores nearly tie, rounding decides, and trainer and engine would differ. Path: `Sample.routed_experts`,
+`chosen_experts`, `lay_out`, `router.replayed`, `moe.Replay`. Letters: M layers with experts, T tokens, K experts each.
 """
 
 from inspect import signature
@@ -14,7 +14,7 @@ from torch import nn
 from torch.func import functional_call
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.moe import SparseBlock, sparse_blocks
+from prime_rl.trainer.moe import SparseBlock, moe_blocks
 from prime_rl.trainer.source import one_line
 
 Chosen = npt.NDArray[np.int16]  # [M, T, K] experts; -1 where the engine chose none and the trainer's router does
@@ -24,7 +24,7 @@ class Routers(NamedTuple):
     """A model's routers: all of one size."""
 
     layers: int  # with experts or without
-    sparse: tuple[int, ...]  # the M layers that have some
+    sparse: tuple[int, ...]  # indices of the M with some
     k: int
     experts: int
 
@@ -32,22 +32,22 @@ class Routers(NamedTuple):
 def set_up(layers: nn.ModuleList, name: str) -> Routers:
     """Return the routers of a model's layers, and let compiled blocks replace their choice.
 
-    Raises UserError if it has none, or of several sizes, or one whose choice cannot be replaced.
+    Raises UserError if there are none, their sizes differ, or a choice cannot be replaced.
     """
-    blocks = {number: block for number, layer in enumerate(layers) for block in sparse_blocks(layer)}
-    sizes = {(_replaced_experts(block, name), block.router.expert_count) for block in blocks.values()}
+    blocks = {number: block for number, layer in enumerate(layers) for block in moe_blocks(layer)}
+    sizes = {(_probe_top_k(block, name), block.router.expert_count) for block in blocks.values()}
     if len(sizes) != 1:
         raise UserError(f"router_replay: {name} has {'routers of several sizes' if sizes else 'no experts to choose'}")
-    # A block that is computed again leaves the mode of `moe.Choice` as it enters it: nothing is left to be done twice.
+    # Dynamo may skip side effects in recomputation: those of entering and leaving `moe.Replay` cancel out.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     return Routers(len(layers), tuple(blocks), *sizes.pop())
 
 
 @torch.no_grad()
-def _replaced_experts(block: SparseBlock, name: str) -> int:
+def _probe_top_k(block: SparseBlock, name: str) -> int:
     """Return how many experts a router chooses for a token, by trying it with random weights on the CPU.
 
-    Raises UserError if it does not return others that are to be replayed.
+    Raises UserError if it does not return the experts to replay.
     """
     router, draw = block.router, torch.Generator().manual_seed(0)
     tensors = (*router.named_parameters(), *router.named_buffers())
@@ -63,12 +63,12 @@ def _replaced_experts(block: SparseBlock, name: str) -> int:
         inputs += [torch.zeros(router.expert_count)] * (len(signature(own.forward).parameters) - 2)  # a block's bias
         try:
             choose()
-        except ValueError:  # AFMoE's takes rows of tokens
+        except ValueError:  # AFMoE's takes [1, T, H]
             inputs[0] = inputs[0][None]
         for chosen_TK in [answer for answer in choose() if answer.dtype == torch.int64][:1]:
-            router.replayed = (chosen_TK + router.expert_count // 2) % router.expert_count  # of other groups, too
+            router.replayed = (chosen_TK + router.expert_count // 2) % router.expert_count  # also other groups
             answers = [answer for answer in choose() if answer.shape == chosen_TK.shape]
-            # A weight of 0: one whose group was masked, as it may be in training.
+            # A weight of 0: the expert's group was masked, as can happen.
             weighted = all(answer.all() for answer in answers if answer.is_floating_point())
             if weighted and any(torch.equal(answer, router.replayed) for answer in answers):
                 return chosen_TK.shape[1]
@@ -84,9 +84,9 @@ def _replaced_experts(block: SparseBlock, name: str) -> int:
 
 
 def chosen_experts(rows: npt.NDArray[np.unsignedinteger], routers: Routers, sample: str) -> Chosen:
-    """Return what the engine chose for a sample's first N tokens, [M, N, K], of its rows [N, layers · K].
+    """Return what the engine chose for a sample's first N tokens, [M, N, K], from rows [N, layers · K].
 
-    Raises UserError if no router of this model chose them.
+    Raises UserError if this model cannot have chosen so.
     """
     if rows.shape[1] != routers.layers * routers.k:
         raise UserError(
@@ -99,14 +99,14 @@ def chosen_experts(rows: npt.NDArray[np.unsignedinteger], routers: Routers, samp
             f"sample {sample} has expert {chosen_MNK.max()}, the trainer's model has {routers.experts}: is it the "
             "model that sampled it?"
         )
-    # Zeros, above all: what an engine leaves where it did not see its router choose.
+    # Usually zeros, left by an engine that did not record its router's choice.
     if routers.k > 1 and (chosen_MNK[..., 0] == chosen_MNK[..., 1]).any():
         raise UserError(f"sample {sample} has a token with the same expert twice: the engine did not say what it chose")
     return chosen_MNK
 
 
 def lay_out(parts: "list[Chosen | None]", lengths: "npt.NDArray[np.int64]", routers: Routers) -> Chosen:
-    """Lay what the engine chose for packed documents of `lengths` tokens one after the other, [M, T, K]."""
+    """Concatenate packed documents' choices, [M, T, K]; -1 where a document of `lengths` has none."""
     chosen_MTK = np.full((len(routers.sparse), int(lengths.sum()), routers.k), -1, dtype=np.int16)
     for start, part_MNK in zip(np.cumsum(lengths) - lengths, parts, strict=True):
         if part_MNK is not None:

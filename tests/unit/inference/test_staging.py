@@ -67,8 +67,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut": _change("model-1.safetensors", lambda data: data[:-100]),
     "lost": lambda directory: (directory / "model-1.safetensors").unlink(),
     "swapped names": _change(
-        "model-2.safetensors",
-        lambda data: data.replace(b'"c"', b'"x"').replace(b'"d"', b'"c"').replace(b'"x"', b'"d"'),
+        "model-2.safetensors", lambda data: data.replace(b'"c"', b'"x"').replace(b'"d"', b'"c"').replace(b'"x"', b'"d"')
     ),
 }
 

@@ -4,15 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support.trainer import (  # noqa: F401
-    make_policy,
-    moe_model,
-    quick_compiler,
-    run_training,
-    tied_model,
-    untied_model,
-    world,
-)
+from support.trainer import make_policy, moe_model, quick_compiler, run_training, tied_model, untied_model, world  # noqa: F401
 
 
 @pytest.fixture(params=["tied_model", "untied_model"])

@@ -171,7 +171,7 @@ def test_routers_of_a_family(family: str, tmp_path: Path) -> None:
     moe.set_up(model, family)
     assert moe.router_parameters(model)
     routers = router_replay.set_up(model.model.layers, family)
-    blocks, seen, ids = moe.sparse_blocks(model), list[Tensor](), torch.arange(40)[None] * 7
+    blocks, seen, ids = moe.moe_blocks(model), list[Tensor](), torch.arange(40)[None] * 7
     count = next(blocks[0].experts.parameters()).shape[0]
     assert (routers.k, routers.experts, len(routers.sparse)) == (2, count, len(blocks))
     for block in blocks:
@@ -222,7 +222,7 @@ def test_auxiliary_loss(family: str, make_policy: Callable[..., Policy], world: 
     logits, want = list[Tensor](), torch.zeros(())
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     balance: Any = vars(sys.modules[type(model).__module__])["load_balancing_loss_func"]
-    for block in moe.sparse_blocks(model):
+    for block in moe.moe_blocks(model):
         block.router.register_forward_hook(lambda _, __, out: logits.append(next(o for o in out if o.shape[-1] > 2)))
     batches = [collate(support.random_documents((tokens,)), 1, 16) for tokens in (17, 40)]
     for batch in batches:
@@ -256,7 +256,7 @@ def test_correction_biases(run_training: Callable[[TrainerConfig], None], tmp_pa
     from a checkpoint, and the exported model computes what the trainer does."""
     build_reference(tiny_config("deepseek_v3"), tmp_path / "model")
     moe.set_up(lm := AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), "m")
-    (bias,) = correction_biases(blocks := moe.sparse_blocks(lm))
+    (bias,) = correction_biases(blocks := moe.moe_blocks(lm))
     before, found = bias.clone(), []
     update_biases(blocks, torch.tensor([9.0, 2.0, 5.0, 4.0, 0.0, 7.0]), 0.25)
     torch.testing.assert_close(bias - before, torch.tensor([-0.25, 0.25, 0.0, 0.25]))
