@@ -63,9 +63,6 @@ def pids(pool: EnvPool) -> set[int]:
     return {worker.child.pid for worker in pool.workers.values()}
 
 
-# ---- how many
-
-
 async def test_workers_are_added_while_episodes_wait(tmp_path: Path) -> None:
     """The workers there are run as many as fit; more than that start others, up to `max_workers`."""
     env = stub(tmp_path, {"slow": 1000.0}, max_concurrent=2, max_workers=3)
@@ -174,8 +171,6 @@ async def test_equal_environments_share_workers(tmp_path: Path, monkeypatch: pyt
             assert (b"OPENAI_API_KEY=sk-for-the-judge" in variables) == (worker.env == "other")
 
 
-# ---- what one episode may do to the others
-
 OWN = {
     "raise": (Outcome.ERRORED, "scripted"),
     "sys-exit": (Outcome.ERRORED, "SystemExit: 4"),
@@ -241,9 +236,6 @@ async def test_deadline_holds_when_the_worker_is_blocked(tmp_path: Path) -> None
         result = await run(pool, seconds=1.0)
         assert (result.outcome, "after an episode's deadline" in result.message) == (Outcome.WORKER_DIED, True)
         await until(lambda: pids(pool).isdisjoint(before))
-
-
-# ---- what may happen to a worker
 
 
 async def test_every_fault_of_a_worker_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,8 +37,6 @@ def fits(shape: Shape, job: Job, settings: Settings, gib: float) -> bool:
     return 1.03 * estimate(shape, job, settings).total <= gib * GIB
 
 
-# ---- against measurements
-
 # Qwen3 on one H200, 16k tokens a document of 16k, 64k of sixteen of 4k, weights kept gathered, head in chunks of 4096
 # tokens but in the fifth row: GiB at the peak (`max_memory_allocated`). From prototype-h200.md, rows "fsdp"; the
 # prototype is ours, at the levels of the same names ("matmul": wide), with the kernels of FlashAttention 3.
@@ -70,8 +68,6 @@ def test_estimate_against_the_h200(name: str, thousands: int, how: str, gib: flo
     estimated = estimate(shape, Job(thousands * 1024), everywhere(shape, level, chunk))  # type: ignore[arg-type]
     assert prototype_peak(shape, estimated) / GIB == pytest.approx(gib, rel=0.02)
 
-
-# ---- the choice
 
 # Model, thousands of tokens, GiB; levels in layers, head chunk, whether weights are freed, layers offloaded. The rows
 # are those of benchmarks/results/trainer_h200.json, suite `bars`, and the memory of an H100.
@@ -120,9 +116,6 @@ def test_the_user_has_the_last_word(shapes: dict[str, Shape]) -> None:
     assert (settings.offloaded, settings.reshard) == (tuple(range(36 - 1 - LAG)), True)
     settings = chosen(shapes["4B"], 1, activation_offload=False, reshard_after_forward=False)
     assert (settings.offloaded, settings.reshard) == ((), False)
-
-
-# ---- the plan of a run
 
 
 @pytest.fixture
@@ -174,9 +167,6 @@ def test_host_memory_of_offloading(planned: Callable[..., MemoryPlan]) -> None:
     assert plan.estimated is not None
     assert plan.estimated.offloaded / GIB <= (80 - 15 / 4) / 2
     assert not planned(139, 65536, host=3).settings.offloaded
-
-
-# ---- out of memory
 
 
 def test_out_of_memory_in_words(shapes: dict[str, Shape]) -> None:
