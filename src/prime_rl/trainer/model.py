@@ -165,7 +165,7 @@ class Policy(nn.Module):
             position_ids=batch.position_ids[None],
             use_cache=False,
             **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
-            **self.boundaries(batch.boundaries, batch.input_ids.device),
+            **self.boundaries(batch.boundaries, batch.cu_seqlens),
         ).last_hidden_state[0]
         head = hidden_TH.index_select(0, batch.loss_index), self.lm.lm_head.weight, batch.labels, batch.inv_temperature
         del hidden_TH  # nothing else reads it, and the head is where memory peaks

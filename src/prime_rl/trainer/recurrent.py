@@ -36,7 +36,7 @@ def split_documents(lm: PreTrainedModel, dtype: torch.dtype, world: World) -> tu
     arguments that every layer needs: `on_device` if they take all documents at once."""
     kinds = {type(mixer): mixer for mixer in mixers(lm.model.layers)}
     if not kinds:
-        return set(), lambda cu_seqlens, device: {}
+        return set(), lambda cu_seqlens, boundaries: {}
     width = lm.config.get_text_config().hidden_size
     trials = (why_one_by_one(mixer, width, dtype, world.device) for mixer in kinds.values())
     reason = on_main(world, lambda: next(filter(None, trials), None))
@@ -89,23 +89,25 @@ def without(module: nn.Module, mixers: Collection[nn.Module]) -> list[nn.Module]
     return [part for child in module.children() for part in without(child, mixers)]
 
 
-def on_host(cu_seqlens: npt.NDArray[np.int32], device: torch.device) -> dict[str, Tensor]:
+def on_host(cu_seqlens: npt.NDArray[np.int32], _: Tensor) -> dict[str, Tensor]:
     """Return the layers' argument with documents' offsets [D + 1] on the host, read without a sync."""
     boundaries = torch.from_numpy(cu_seqlens)
     torch._dynamo.maybe_mark_dynamic(boundaries, 0)
     return {"boundaries": boundaries}
 
 
-def on_device(cu_seqlens: npt.NDArray[np.int32], device: torch.device) -> dict[str, Tensor]:
-    """The same by transformers' name, and each chunk's document and number in it [N, 2]."""
-    counts = -(-np.diff(cu_seqlens) // _CHUNK)
-    document = np.repeat(np.arange(len(counts)), counts)
-    number = np.arange(len(document)) - (np.cumsum(counts) - counts)[document]
-    tables = cu_seqlens, np.stack([document, number], 1).astype(np.int32)
-    boundaries, chunks = (torch.from_numpy(table).to(device) for table in tables)
-    torch._dynamo.maybe_mark_dynamic(boundaries, 0)
-    torch._dynamo.maybe_mark_dynamic(chunks, 0)
-    return {"cu_seq_lens_q": boundaries, "chunk_indices": chunks}
+def on_device(cu_seqlens: npt.NDArray[np.int32], boundaries: Tensor) -> dict[str, Tensor]:
+    """The same on the device, by transformers' name, and each chunk's document and number in it [N, 2]. Nothing is
+    copied to the device, which the host would wait for: it is hardly faster."""
+    at = torch.arange(int((-(-np.diff(cu_seqlens) // _CHUNK)).sum()), device=boundaries.device)
+    counts = -(-boundaries.diff() // _CHUNK)
+    totals = counts.cumsum(0)
+    document = torch.searchsorted(totals, at, right=True)
+    chunks = torch.stack([document, at - (totals - counts)[document]], 1).int()
+    arguments = {"cu_seq_lens_q": boundaries.clone(), "chunk_indices": chunks}
+    for tensor in arguments.values():
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return arguments
 
 
 def _take_lengths(lengths: list[int], layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -175,7 +177,8 @@ def try_at_once(mixer: nn.Module, width: int, dtype: torch.dtype, device: torch.
         tensor.detach().normal_(-3.0 if tensor.ndim == 1 else 0.0, width**-0.5, generator=draw)
     exact, first = deepcopy(trial).float(), _TRIAL[0]
     trial.__class__ = _packed(type(trial))  # type: ignore[arg-type]
-    documents: dict[str, Any] = on_device(np.cumsum((0, *_TRIAL), dtype=np.int32), device)
+    bounds = np.cumsum((0, *_TRIAL), dtype=np.int32)
+    documents: dict[str, Any] = on_device(bounds, torch.from_numpy(bounds).to(device))
     plain_1TH = torch.randn(1, sum(_TRIAL), width, generator=draw, device=device, dtype=dtype)
     loud_1TH = torch.cat([_LOUD * plain_1TH[:, :first], plain_1TH[:, first:]], dim=1)
 
