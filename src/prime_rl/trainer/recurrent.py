@@ -97,8 +97,8 @@ def on_host(cu_seqlens: npt.NDArray[np.int32], _: Tensor) -> dict[str, Tensor]:
 
 
 def on_device(cu_seqlens: npt.NDArray[np.int32], boundaries: Tensor) -> dict[str, Tensor]:
-    """The same on the device, by transformers' name, and each chunk's document and number in it [N, 2]. Nothing is
-    copied to the device, which the host would wait for: it is hardly faster."""
+    """Return the same on the device, by transformers' name, and each chunk's document and its number in it [N, 2].
+    They are computed there: a copy from pageable memory would make the host wait for the stream."""
     at = torch.arange(int((-(-np.diff(cu_seqlens) // _CHUNK)).sum()), device=boundaries.device)
     counts = -(-boundaries.diff() // _CHUNK)
     totals = counts.cumsum(0)
