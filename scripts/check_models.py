@@ -49,6 +49,7 @@ from support.architectures import (  # noqa: E402
 )
 
 OUT = REPOSITORY / "benchmarks" / "results" / "models.json"
+SERVED = OUT.with_name("served.json")  # of check_served.py
 PAGE = REPOSITORY / "docs" / "reference" / "models.md"
 LOGPROB_LIMIT = 1e-4  # nats
 GRADIENT_LIMIT = 1e-3  # of a parameter's largest gradient
@@ -248,18 +249,18 @@ def table(held: dict[str, Any]) -> str:
         f"{max(row['logprob'] for row in rows.values() if 'logprob' in row):.1e} nats."
     )
     lines = [textwrap.fill(summary, 118), "", "## Families", ""]
-    lines += ["| family | type | trained | served | nats | gradient |", "|---|---|---|---|---|---|"]
+    lines += ["| family | type | trained | in vLLM | nats | gradient |", "|---|---|---|---|---|---|"]
     for family, names in FAMILIES.items():
         for name in names:
             row = rows[name]
-            lines.append(f"| {family} | `{name}` | {trained(row)} | {row['served']} | {numbers(row)} |")
+            lines.append(f"| {family} | `{name}` | {trained(row)} | {in_engine(row)} | {numbers(row)} |")
     listed = {name for names in FAMILIES.values() for name in names}
     others = [row for name, row in rows.items() if name not in listed]
     lines += ["", "## Other types that are trained", ""]
-    lines += ["| type | trained | served | nats | gradient |", "|---|---|---|---|---|"]
+    lines += ["| type | trained | in vLLM | nats | gradient |", "|---|---|---|---|---|"]
     for row in others:
         if row["verdict"] in (RIGHT, WRONG):
-            lines.append(f"| `{row['type']}` | {trained(row)} | {row['served']} | {numbers(row)} |")
+            lines.append(f"| `{row['type']}` | {trained(row)} | {in_engine(row)} | {numbers(row)} |")
     reasons: dict[str, list[Row]] = {}
     for row in rows.values():
         if row["verdict"] in (REFUSED, NOT_BUILT):
@@ -287,6 +288,13 @@ def trained(row: Row) -> str:
     if row["verdict"] != RIGHT:
         return row["verdict"]
     return f"yes, not with {', '.join(row['others'])}" if row["others"] else "yes"
+
+
+def in_engine(row: Row) -> str:
+    """The verdict of `check_served.py`, or that there is none."""
+    if row["type"] in (rows := json.loads(SERVED.read_text())["rows"]):
+        return str(rows[row["type"]]["verdict"])
+    return "not tried" if row["served"].startswith("yes") else ""
 
 
 def numbers(row: Row) -> str:
