@@ -157,7 +157,7 @@ def publish(name: str, dtype: str, directory: Path) -> None:
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(TOKENIZER / file, directory / part)
     world, source = init_world("cpu", SECONDS), find_model(str(directory / "model"))
-    policy = build_policy(source, TrainerModel(), world)
+    policy = build_policy(source, TrainerModel(), world, tokens=LENGTH)
     scorer = ReferenceScorer(policy, world, architectures.VOCABULARY, torch.float32, getattr(torch, dtype))
     publisher = WeightPublisher(directory, policy, source, world, getattr(torch, dtype), scorer=scorer)
     publisher.open(0)
