@@ -338,7 +338,7 @@ class Bench:
         moments = begun, graded, now(world.device)
         ideal = perf.ideal_seconds(self.costs.of(batch.lengths).sum(), world)
         known, sums_norm = {"time/wait_for_batch": waited}, sum_on_device(world, sums, norm)
-        names = partial(moe.named, self.policy.sparse, self.recipe.names)
+        names = partial(moe.step_metrics, self.policy.sparse, self.recipe.names)
         row = StepMetrics(step, sums_norm, moments, names, known, batch.tokens, ideal)
         self.rows.put(row)
         if self.case.export:

@@ -51,7 +51,7 @@ def wait(until: Callable[[], T | None], *, subject: str, owner: str, seconds: fl
 async def wait_async(
     until: Callable[[], T | None], *, subject: str, owner: str, seconds: float, poll: float = 0.1
 ) -> T:
-    """Do as `wait`, in a loop."""
+    """Poll as `wait` does, in an event loop."""
     deadline = time.monotonic() + seconds
     while not (value := until()):
         if time.monotonic() >= deadline:

@@ -330,7 +330,7 @@ def test_rollouts_are_sampled_as_by_the_token_route(server: InferenceServer, cha
 
 @pytest.mark.slow
 def test_a_halted_engine_shows_and_a_dead_one_ends_the_server(start_server: LaunchServer, tiny_model: Path) -> None:
-    """Contract: while the engine is stopped the server lives (heartbeat) without progress, and goes on when it does;
+    """Contract: while the engine is stopped the server answers (heartbeat) without progress, and goes on when it does;
     a killed engine ends the server, as a failure, where vLLM alone would go on or end with status 0."""
     server = start_server(tiny_model)
     (engine,) = engines(server.pid)

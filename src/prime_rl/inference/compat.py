@@ -133,7 +133,7 @@ def parse_arguments(engine: Engine, argv: list[str], extra: Iterable[str] = ()) 
 
 
 def check_options(engine: Engine, names: Iterable[str], known: Collection[str]) -> None:
-    """Raise UserError for the first unknown name of `[vllm]`(vLLM's parser prints all). `known`: `--enable-eplb`."""
+    """Raise UserError for the first unknown name of `[vllm]` (vLLM's parser prints all). `known`: `--enable-eplb`."""
     for name in names:
         option = "--" + name.replace("_", "-").partition(".")[0]
         if option not in known:

@@ -278,7 +278,7 @@ def set_up_balance(lm: PreTrainedModel, config: TrainerModel, device: torch.devi
         router.loss_scale = torch.zeros((), device=device) if config.moe_aux_loss else None
 
 
-def named(blocks: Sequence[SparseBlock], names: Named, sums: list[float]) -> Mapping[str, float]:
+def step_metrics(blocks: Sequence[SparseBlock], names: Named, sums: list[float]) -> Mapping[str, float]:
     """Return the metrics of a step's sums: of all blocks' `count_F`, equal in size, then those of `names`."""
     if not blocks:
         return names(sums)

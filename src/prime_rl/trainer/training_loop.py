@@ -128,7 +128,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         report.status.ready()  # a restart may help against what fails from here on
         report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
 
-        rows, names = MetricRows(report, world.device), partial(moe.named, policy.sparse, recipe.names)
+        rows, names = MetricRows(report, world.device), partial(moe.step_metrics, policy.sparse, recipe.names)
         exit_stack.push(rows.end)
         exit_stack.enter_context(watched(policy.memory))
         if served is not None and policy.compiled:  # the servers are loading meanwhile
@@ -238,7 +238,7 @@ def forward_backward(
     """Compute the gradients of the summed losses of this rank's micro-batches. Every rank must pass as many of them.
 
     The streams must already be divided by the global counts: gradients are summed over micro-batches and ranks, never
-    averaged. Returns this rank's metric sums (of experts: `moe.named`) on the device, for which nothing waits here.
+    averaged. Returns this rank's metric sums (of experts: `moe.step_metrics`) on the device, without a sync.
     """
     total = None
     for i, host in enumerate(batches):

@@ -20,7 +20,7 @@ from prime_rl.errors import UserError
 from prime_rl.trainer import moe, parameters, router_replay
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy
-from prime_rl.trainer.moe import correction_biases, named, update_biases
+from prime_rl.trainer.moe import correction_biases, step_metrics, update_biases
 from prime_rl.trainer.packing import collate, to_device
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import StoredTensor, named_parameters
@@ -207,7 +207,7 @@ def test_a_token_is_counted_once(level: str, moe_model: Path, make_policy: Calla
     policy = make_policy(moe_model, dtype=dtype, activation_checkpointing=checkpointing, compile=level == "compiled")
     sums = forward_backward(policy, batches, cross_entropy, world).tolist()
     assert torch.tensor(sums[:12]).view(2, 6)[:, :5].tolist() == counts.tolist()
-    metrics, peaks = named(policy.sparse, means, sums), counts.amax(1) / (66 * 2 / 5)
+    metrics, peaks = step_metrics(policy.sparse, means, sums), counts.amax(1) / (66 * 2 / 5)
     assert metrics["moe/load_max/mean"] == pytest.approx(peaks.mean())
     assert metrics["moe/load_max/max"] == pytest.approx(peaks.max())
     assert metrics["moe/unused_experts"] == (counts == 0).float().mean()
@@ -234,7 +234,7 @@ def test_auxiliary_loss(family: str, make_policy: Callable[..., Policy], world: 
     for block in policy.sparse:
         block.router.loss_scale.fill_(0.5 / 57 / 2)
     sums = forward_backward(policy, batches, cross_entropy, world).tolist()
-    assert named(policy.sparse, means, sums)["moe/aux_loss"] == pytest.approx(want.item(), rel=1e-5)
+    assert step_metrics(policy.sparse, means, sums)["moe/aux_loss"] == pytest.approx(want.item(), rel=1e-5)
     assert all(parameter.grad.any() for parameter in moe.router_parameters(model))
     for (name, parameter), other in zip(named_parameters(policy), model.parameters(), strict=True):
         gradient = torch.zeros_like(other) if other.grad is None else other.grad
