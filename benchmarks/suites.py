@@ -55,6 +55,9 @@ BARS = (
         "Qwen3-30B-A3B, 8 of 48 layers, 32k packed", "30B-A3B", "8x4096", layers=8, mfu_bar=40.0, warm=6, steps=10
     ),
     parse_case("30B-A3B 8x4096 layers=8 micro_batches=4 warm=4 steps=5"),
+    # With Triton 3.7.1 and the extra `fla`; else one document at a time, at a hundredth of the speed.
+    Case("Qwen3.5-0.8B, 16k packed from 4k documents", "Qwen3.5-0.8B", "4x4096", mfu_bar=35.0, warm=4, steps=10),
+    Case("Qwen3.5-0.8B, one 16k document", "Qwen3.5-0.8B", "1x16384", mfu_bar=35.0, warm=4, steps=6),
     Case("Qwen3-4B, one 64k document", "4B", "1x65536", bar=5_600, steps=2, warm=2, limit=240),
 )  # fmt: skip
 

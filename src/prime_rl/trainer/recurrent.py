@@ -97,14 +97,16 @@ def on_host(cu_seqlens: npt.NDArray[np.int32], _: Tensor) -> dict[str, Tensor]:
 
 
 def on_device(cu_seqlens: npt.NDArray[np.int32], boundaries: Tensor) -> dict[str, Tensor]:
-    """Return the same on the device, by transformers' name, and each chunk's document and its number in it [N, 2].
-    They are computed there: a copy from pageable memory would make the host wait for the stream."""
+    """Return the same on the device, by transformers' name, each chunk's document and its number in it [N, 2], and each
+    token's place in its document [T]. They are computed there: a copy from pageable memory would make the host wait."""
+    tokens = torch.arange(int(cu_seqlens[-1]), device=boundaries.device)
+    places = tokens - boundaries[torch.searchsorted(boundaries, tokens, right=True) - 1]
     at = torch.arange(int((-(-np.diff(cu_seqlens) // _CHUNK)).sum()), device=boundaries.device)
     counts = -(-boundaries.diff() // _CHUNK)
     totals = counts.cumsum(0)
     document = torch.searchsorted(totals, at, right=True)
     chunks = torch.stack([document, at - (totals - counts)[document]], 1).int()
-    arguments = {"cu_seq_lens_q": boundaries.clone(), "chunk_indices": chunks}
+    arguments = {"cu_seq_lens_q": boundaries.clone(), "chunk_indices": chunks, "places": places.int()}
     for tensor in arguments.values():
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return arguments
@@ -204,10 +206,22 @@ def try_at_once(mixer: nn.Module, width: int, dtype: torch.dtype, device: torch.
 
 def _convolve(alone: Any, row_1CT: Tensor, weight: Tensor, bias: Any = None, *rest: Any, **named: Any) -> Tensor:
     """SiLU of each channel's weighted sum, with weights [C, K], of a token and those before it in its document."""
-    if (chunks := named.get("chunk_indices")) is None or bias is not None or named.get("activation") != "silu":
+    if (places := named.get("places")) is None or bias is not None or named.get("activation") != "silu":
         return alone(row_1CT, weight, bias, *rest, **named)
-    row_1TC = row_1CT.transpose(1, 2).contiguous()
-    return convolution(row_1TC, weight.contiguous(), named["cu_seq_lens_q"], chunks).transpose(1, 2)
+    row_1TC = row_1CT.transpose(1, 2)
+    if row_1TC.is_cuda and weight.shape[1] == 4:
+        return convolution(row_1TC.contiguous(), weight.contiguous(), places).transpose(1, 2)
+    return convolution_formula(row_1TC, weight, places).transpose(1, 2)
+
+
+def convolution_formula(row_1TC: Tensor, weight_CK: Tensor, places_T: Tensor) -> Tensor:
+    """The same of [1, T, C] in torch's operations, with every token's place in its document."""
+    total_1TC = row_1TC.float() * weight_CK[:, -1].float()
+    for back in range(1, weight_CK.shape[1]):
+        before_1TC = nn.functional.pad(row_1TC, (0, 0, back, 0))[:, : len(places_T)]
+        seen_1TC = torch.where(places_T[:, None] >= back, before_1TC, 0).float()
+        total_1TC = total_1TC + seen_1TC * weight_CK[:, -1 - back].float()
+    return nn.functional.silu(total_1TC).to(row_1TC.dtype)
 
 
 def _mix(alone: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **named: Any) -> Any:
@@ -253,26 +267,23 @@ delta_rule.register_autograd(
 
 
 @torch.library.custom_op("prime_rl::convolution", mutates_args=())
-def convolution(row: Tensor, weight: Tensor, cu_seqlens: Tensor, chunk_indices: Tensor) -> Tensor:
-    from fla.modules.causal_conv1d import causal_conv1d_fwd
+def convolution(row: Tensor, weight: Tensor, places: Tensor) -> Tensor:
+    from prime_rl.trainer import triton_kernels
 
-    named = {"activation": "silu", "cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices}
-    return causal_conv1d_fwd(row, weight, None, None, **named)[0].contiguous()
+    return triton_kernels.convolution(row, weight, places)
 
 
 @torch.library.custom_op("prime_rl::convolution_backward", mutates_args=())
-def _convolution_backward(d_out: Tensor, kept: list[Tensor]) -> list[Tensor]:
-    from fla.modules.causal_conv1d import causal_conv1d_bwd
+def _convolution_backward(d_out: Tensor, row: Tensor, weight: Tensor, places: Tensor) -> list[Tensor]:
+    from prime_rl.trainer import triton_kernels
 
-    named = {"activation": "silu", "cu_seqlens": kept[2], "chunk_indices": kept[3]}
-    d_row, d_weight, *_ = causal_conv1d_bwd(kept[0], d_out, None, kept[1], **named)
-    return [d_row.contiguous(), d_weight.contiguous()]
+    return list(triton_kernels.convolution_backward(d_out, row, weight, places))
 
 
 convolution.register_fake(lambda row, *_: row.new_empty(row.shape))
-_convolution_backward.register_fake(lambda d_out, kept: [x.new_empty(x.shape) for x in kept[:2]])
+_convolution_backward.register_fake(lambda d_out, *row: [x.new_empty(x.shape) for x in row[:2]])
 convolution.register_autograd(
-    lambda ctx, d_out: (*_convolution_backward(d_out.contiguous(), list(ctx.saved_tensors)), None, None),
+    lambda ctx, d_out: (*_convolution_backward(d_out.contiguous(), *ctx.saved_tensors), None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 KEPT = {torch.ops.prime_rl.delta_rule.default}  # operators whose output selective checkpointing keeps

@@ -203,3 +203,101 @@ def _launch(kernel: triton.JITFunction, rows: Tensor, place_TK: Tensor, out: Ten
     (tokens, k), width = place_TK.shape, rows.shape[1]
     with torch.cuda.device(rows.device):
         kernel[tokens, triton.cdiv(width, COLUMNS)](rows, place_TK, out, width, k, COLUMNS)
+
+
+STEPS, UNROLL, CHANNELS, CHANNEL_WARPS = 64, 8, 128, 1  # tokens of a program, of them unrolled; of a row, their warps
+
+
+@triton.jit
+def _convolve(
+    row: tl.tensor,
+    weight: tl.tensor,
+    places: tl.tensor,
+    d_out: tl.tensor,
+    out: tl.tensor,
+    d_weight: tl.tensor,
+    T: tl.tensor,
+    C: tl.constexpr,
+    STEPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    CHANNELS: tl.constexpr,
+) -> None:
+    """Walk along so many tokens of so many channels, with the last three tokens in registers. Forward without `d_out`.
+
+    Backward, the gradient of three tokens before is complete with each new one, so that a program walks three tokens
+    on. The weights' gradient is one part for each program of a channel.
+    """
+    BACKWARD: tl.constexpr = d_out is not None
+    OWN: tl.constexpr = STEPS - 3 if BACKWARD else STEPS
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channels < C
+    first = tl.program_id(0) * OWN
+    w3 = tl.load(weight + channels * 4, mask=inside, other=0.0).to(tl.float32)
+    w2 = tl.load(weight + channels * 4 + 1, mask=inside, other=0.0).to(tl.float32)
+    w1 = tl.load(weight + channels * 4 + 2, mask=inside, other=0.0).to(tl.float32)
+    w0 = tl.load(weight + channels * 4 + 3, mask=inside, other=0.0).to(tl.float32)
+    place = tl.load(places + first)
+    start = first.to(tl.int64) * C + channels
+    x1 = tl.load(row + start - C, mask=inside & (place >= 1), other=0.0).to(tl.float32)
+    x2 = tl.load(row + start - 2 * C, mask=inside & (place >= 2), other=0.0).to(tl.float32)
+    x3 = tl.load(row + start - 3 * C, mask=inside & (place >= 3), other=0.0).to(tl.float32)
+    none = tl.zeros([CHANNELS], tl.float32)
+    dx1, dx2, dx3, dw0, dw1, dw2, dw3 = none, none, none, none, none, none, none
+    for begin in range(0, STEPS, UNROLL):
+        for i in tl.static_range(UNROLL):
+            at = begin + i
+            token = first + at
+            here = start + at.to(tl.int64) * C
+            exists = inside & (token < T)
+            place = tl.load(places + token, mask=token < T, other=0)
+            x0 = tl.load(row + here, mask=exists, other=0.0).to(tl.float32)
+            x1 = tl.where(place > 0, x1, 0.0)
+            x2 = tl.where(place > 0, x2, 0.0)
+            x3 = tl.where(place > 0, x3, 0.0)
+            total = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
+            gate = tl.sigmoid(total)
+            if BACKWARD:
+                d = tl.load(d_out + here, mask=exists, other=0.0).to(tl.float32) * gate * (1 + total * (1 - gate))
+                dx3 += tl.where(place > 2, d * w3, 0.0)
+                complete = inside & (at > 2) & (token < T + 3)
+                tl.store(out + here - 3 * C, dx3.to(out.dtype.element_ty), mask=complete)
+                dx3 = dx2 + tl.where(place > 1, d * w2, 0.0)
+                dx2 = dx1 + tl.where(place > 0, d * w1, 0.0)
+                dx1 = d * w0
+                d = tl.where(at < OWN, d, 0.0)
+                dw0 += d * x0
+                dw1 += d * x1
+                dw2 += d * x2
+                dw3 += d * x3
+            else:
+                tl.store(out + here, (total * gate).to(out.dtype.element_ty), mask=exists)
+            x3, x2, x1 = x2, x1, x0
+    if BACKWARD:
+        part = d_weight + (tl.program_id(0) * C + channels) * 4
+        tl.store(part, dw3, mask=inside)
+        tl.store(part + 1, dw2, mask=inside)
+        tl.store(part + 2, dw1, mask=inside)
+        tl.store(part + 3, dw0, mask=inside)
+
+
+def convolution(row: Tensor, weight: Tensor, places: Tensor) -> Tensor:
+    """See `recurrent.convolution_formula`, with K = 4."""
+    out = torch.empty_like(row)
+    _walk(STEPS, row, weight, places, None, out, None)
+    return out
+
+
+def convolution_backward(d_out: Tensor, row: Tensor, weight: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of row and weight."""
+    d_row, own = torch.empty_like(row), STEPS - 3
+    d_weight = weight.new_empty(triton.cdiv(row.shape[1], own), *weight.shape, dtype=torch.float32)
+    _walk(own, row, weight, places, d_out, d_row, d_weight)
+    return d_row, d_weight.sum(0).to(weight.dtype)
+
+
+def _walk(own: int, row: Tensor, *rest: Tensor | None) -> None:
+    _, tokens, channels = row.shape
+    sizes = tokens, channels, STEPS, UNROLL, CHANNELS
+    grid = triton.cdiv(tokens, own), triton.cdiv(channels, CHANNELS)
+    with torch.cuda.device(row.device):
+        _convolve[grid](row, *rest, *sizes, num_warps=CHANNEL_WARPS)
