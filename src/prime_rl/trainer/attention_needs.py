@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.source import one_line
+from prime_rl.trainer.source import user_errors
 
 _NAME = "prime_rl_examined"
 # Arguments of attention that are ours or change nothing
@@ -92,16 +92,12 @@ def examine(lm: PreTrainedModel, name: str, tokens: int | None = None, mixers: C
     ]
     for module in (module for module in lm.modules() if getattr(module, "rope_type", None)):
         patches.append((module, "forward", inspect.unwrap(type(module).forward).__get__(module)))
-    try:
-        with ExitStack() as stack, torch.no_grad():
-            for owner, attribute, function in patches:
-                stack.enter_context(patch.object(owner, attribute, function))
-            lm.set_attn_implementation(_NAME)
-            lm.model(input_ids=row, position_ids=row, use_cache=False, **boundaries)
-    except UserError:
-        raise
-    except Exception as error:  # code of any model
-        raise refused(f"forward pass uses masks or data so that it cannot be examined: {one_line(error)}") from error
+    failed = str(refused("forward pass uses masks or data so that it cannot be examined"))
+    with user_errors(failed, Exception), ExitStack() as stack, torch.no_grad():  # Exception: code of any model
+        for owner, attribute, function in patches:
+            stack.enter_context(patch.object(owner, attribute, function))
+        lm.set_attn_implementation(_NAME)
+        lm.model(input_ids=row, position_ids=row, use_cache=False, **boundaries)
     kinds = getattr(lm.config.get_text_config(), "layer_types", None) or []
     for layer, kind in zip_longest(lm.model.layers, kinds[: len(lm.model.layers)]):
         if kind not in _POINTWISE and apart.isdisjoint(layer.modules()):

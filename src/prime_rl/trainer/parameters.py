@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import World, local_part, rows_of_rank
-from prime_rl.trainer.source import one_line
+from prime_rl.trainer.source import user_errors
 from prime_rl.transport.commit import UNSYNCED_BYTES
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -160,22 +160,20 @@ def load_weights(policy: nn.Module, directory: Path, world: World) -> None:
             raise UserError(f"model directory {directory} has no tensor {tensor.name}, which its config.json needs")
         by_file.setdefault(files[tensor.name], []).append(tensor)
     for path, tensors in by_file.items():
-        try:
-            with safe_open(path, "pt") as file:
-                for tensor in tensors:
-                    local, start = tensor.local(world)
-                    stored = file.get_slice(tensor.name)
-                    if (shape := list(stored.get_shape())) != tensor.shape:
-                        raise UserError(f"{path}: {tensor.name} has shape {shape}, config.json says {tensor.shape}")
-                    if local.numel():
-                        local.copy_(stored[start : start + local.shape[0]] if shape else file.get_tensor(tensor.name))
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is damaged or unreadable: {one_line(error)}") from error
+        with user_errors(f"{path} is damaged or unreadable", SafetensorError, OSError), safe_open(path, "pt") as file:
+            for tensor in tensors:
+                local, start = tensor.local(world)
+                stored = file.get_slice(tensor.name)
+                if (shape := list(stored.get_shape())) != tensor.shape:
+                    raise UserError(f"{path}: {tensor.name} has shape {shape}, config.json says {tensor.shape}")
+                if local.numel():
+                    local.copy_(stored[start : start + local.shape[0]] if shape else file.get_tensor(tensor.name))
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
     index = directory / "model.safetensors.index.json"
-    try:
+    problem = f"the weights in {directory} are damaged or unreadable"
+    with user_errors(problem, SafetensorError, OSError, ValueError, KeyError):
         if index.is_file():
             return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
         files: dict[str, Path] = {}
@@ -183,8 +181,6 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
             with safe_open(path, "pt") as file:
                 files |= dict.fromkeys(file.keys(), path)
         return files
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise UserError(f"the weights in {directory} are damaged or unreadable: {one_line(error)}") from error
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

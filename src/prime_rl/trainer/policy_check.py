@@ -19,7 +19,7 @@ from prime_rl.trainer import attention
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import Document, collate, pads_to, to_device
 from prime_rl.trainer.parallel import World, agree
-from prime_rl.trainer.source import one_line
+from prime_rl.trainer.source import user_errors
 from prime_rl.transport.weights import REFERENCE_TOKENS, reference_tokens
 
 FIRST_TOKENS = 48  # of the fixed prompt's 64; the others are a second document, which must not see them
@@ -71,7 +71,9 @@ def check_policy(policy: Policy, name: str, world: World, computed: torch.dtype)
         logprobs_LV = torch.log_softmax(torch.cat(logits) * batch.inv_temperature[:, None], -1)
         return logprobs_LV.gather(1, batch.labels[:, None])[:, 0]
 
-    with torch.compiler.set_stance("force_eager"):
+    failed = f"model {name} cannot be trained: the forward of {type(lm).__name__} fails on packed documents or alone"
+    # Exception: whatever the model's code raises
+    with torch.compiler.set_stance("force_eager"), user_errors(failed, Exception):
         try:
             for block in () if is_exact else policy.sparse:
                 hooks.append(block.experts.register_forward_pre_hook(lambda _, inputs: chosen.extend(inputs[1:2])))
@@ -83,11 +85,6 @@ def check_policy(policy: Policy, name: str, world: World, computed: torch.dtype)
                 parts = (lm.get_input_embeddings(), *lm.model.layers, lm.lm_head)
                 hooks += [part.register_forward_hook(round_again) for part in parts]
                 again_L = own_logprobs()
-        except UserError:
-            raise
-        except Exception as error:  # whatever the model's code raises
-            reason = f"the forward of {type(lm).__name__} fails on packed documents or alone: {one_line(error)}"
-            raise UserError(f"model {name} cannot be trained: {reason}") from error
         finally:
             lm.set_attn_implementation(attention.NAME)
             lm.set_experts_implementation(implementation)

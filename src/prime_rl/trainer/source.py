@@ -1,6 +1,8 @@
 """Where a run's first weights come from: a local directory, the hub, or nowhere (random); and their tokenizer."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -75,10 +77,8 @@ def find_model(name: str, trust_remote_code: bool = False, random_weights: bool 
         directory = _download(name)
     if not (directory / "config.json").is_file():
         raise UserError(f"model directory {directory} has no config.json")
-    try:
+    with user_errors(f"{directory}/config.json cannot be used", OSError, ValueError, KeyError):
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{directory}/config.json cannot be used: {one_line(error)}") from error
     has_weights = any(directory.glob("*.safetensors"))
     if not has_weights and not random_weights:
         raise UserError(f"model directory {no_tensors_message(directory)}")
@@ -110,14 +110,11 @@ def _known_config(name: str) -> PretrainedConfig:
 
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    try:
+    problem = f"model {name} is no local directory, and the hub did not give it"
+    with user_errors(problem, HfHubHTTPError, HFValidationError, OSError):
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(
-            f"model {name} is no local directory, and the hub did not give it: {one_line(error)}"
-        ) from error
 
 
 def attention_heads(config: PretrainedConfig) -> tuple[int, int, int]:
@@ -142,10 +139,9 @@ def without_dropout(source: Source, world: World) -> PretrainedConfig:
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     """The model's tokenizer. Raises UserError when there is none that works."""
-    try:
+    problem = f"the tokenizer in {source.directory} cannot be loaded"
+    with user_errors(problem, OSError, ValueError, KeyError, ImportError):
         return AutoTokenizer.from_pretrained(source.directory, trust_remote_code=source.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"the tokenizer in {source.directory} cannot be loaded: {one_line(error)}") from error
 
 
 def stop_ids(source: Source) -> list[int]:
@@ -153,11 +149,20 @@ def stop_ids(source: Source) -> list[int]:
     path = None if source.directory is None else source.directory / "generation_config.json"
     if path is None or not path.is_file():
         return []
-    try:
+    with user_errors(f"{path} cannot be read", OSError, ValueError, AttributeError):
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
     return [] if ids is None else ids if isinstance(ids, list) else [ids]
+
+
+@contextmanager
+def user_errors(text: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise an exception of `kinds` as a UserError, of `text` and the exception's own. A UserError stays as it is."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as error:
+        raise UserError(f"{text}: {one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from prime_rl.errors import UserError
 from prime_rl.trainer.optim import ShardedOptimizer
 from prime_rl.trainer.parallel import World, agree, local_part, rows_of_rank, rows_of_ranks
 from prime_rl.trainer.parameters import plain_name, write_tensors
-from prime_rl.trainer.source import one_line
+from prime_rl.trainer.source import user_errors
 from prime_rl.transport.commit import disk_errors
 
 _INDEX = "index.json"
@@ -137,7 +137,8 @@ def load(state: State, directory: Path, world: World) -> None:
 
 @torch.no_grad()
 def _load(state: State, directory: Path, world: World) -> None:
-    try:
+    kinds = SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError
+    with user_errors(f"{directory} cannot be loaded into this model", *kinds):
         index = json.loads((directory / _INDEX).read_text())
         ours, saved = {name: tensor.shape for name, tensor in state.items()}, index["shapes"]
         for name in sorted(saved.keys() | ours.keys()):
@@ -160,8 +161,6 @@ def _load(state: State, directory: Path, world: World) -> None:
                     low, high = max(first, start), min(end, stop)
                     if low < high:
                         local[low - first : high - first].copy_(file.get_slice(name)[low - start : high - start])
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise UserError(f"{directory} cannot be loaded into this model: {one_line(error)}") from error
 
 
 def _rank_file(directory: Path, rank: int) -> Path:

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from prime_rl.config.sft import SFTData
 from prime_rl.envs.renderer import RendererError, fitting, text_content
 from prime_rl.errors import UserError
-from prime_rl.trainer.source import one_line
+from prime_rl.trainer.source import user_errors
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -51,11 +51,10 @@ def load_rows(config: SFTData) -> "list[Row] | Dataset":
     is_local = path.exists()
     if not is_local and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_SUFFIXES)):
         raise UserError(f"dataset {name} does not exist")
-    try:
+    problem = "cannot be read" if is_local else "is no local path, and the hub did not give it"
+    kinds = DatasetsError, pyarrow.ArrowException, httpx.HTTPError, OSError, ValueError, KeyError
+    with user_errors(f"dataset {name} {problem}", *kinds):
         rows = _load_local(path, config) if is_local else load_dataset(name, config.subset, split=config.split)
-    except (DatasetsError, pyarrow.ArrowException, httpx.HTTPError, OSError, ValueError, KeyError) as error:
-        problem = "cannot be read" if is_local else "is no local path, and the hub did not give it"
-        raise UserError(f"dataset {name} {problem}: {one_line(error)}") from error
     if len(rows) == 0:
         raise UserError(f"dataset {name} is empty")
     return rows
@@ -245,7 +244,8 @@ class RowRenderer:
     def _sample(self, renderer: Any, messages: list[Message], tools: list[Any] | None) -> Tokens:
         """A conversation of which the last message is trained, up to its end."""
         message, where = messages[-1], f"message {len(messages) - 1} ({messages[-1]['role']})"
-        try:
+        kinds = TemplateError, TypeError, ValueError, KeyError, IndexError, AssertionError
+        with user_errors(f"the chat template of {self._model} refuses {where}", *kinds):
             if renderer is None:
                 sample = self._by_template(messages, where)
             else:
@@ -258,8 +258,6 @@ class RowRenderer:
                     ensure_final_stop=True,
                 )
                 sample = Tokens(np.array(built.token_ids, dtype=np.int64), np.array(built.loss_mask, dtype=np.bool_))
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError, AssertionError) as error:
-            raise UserError(f"the chat template of {self._model} refuses {where}: {one_line(error)}") from error
         trained = sample.input_ids[sample.loss_mask]
         if held := [token for token in trained[:-1].tolist() if token in self._stop_ids]:
             raise UserError(
