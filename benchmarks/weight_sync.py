@@ -35,7 +35,7 @@ from tables import sync_lines, text_table
 
 from prime_rl.config.trainer import TrainerModel, WeightsConfig
 from prime_rl.trainer.model import Policy, build_policy
-from prime_rl.trainer.parallel import World, close_world, init_world
+from prime_rl.trainer.parallel import World, close_world, init_world, seconds
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_copy import WeightCopy
 from prime_rl.trainer.weight_publisher import WeightPublisher, write_version
@@ -131,7 +131,7 @@ class Writer:
     def write_base(self, directory: Path) -> None:
         """The model that the server starts with."""
         copies = WeightCopy(self.policy, self.world, torch.bfloat16)
-        copies.copy().finish()
+        seconds(*copies.copy())
         write_version(copies, self.source, directory, version=0, incarnation=0)
 
     def open(self, root: Path) -> None:

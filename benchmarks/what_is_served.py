@@ -31,7 +31,7 @@ from prime_rl.config.trainer import TrainerModel
 from prime_rl.fleet.client import InferenceClient
 from prime_rl.fleet.logprob_check import LogprobCheck, compare
 from prime_rl.trainer.model import build_policy, compute_dtype
-from prime_rl.trainer.parallel import close_world, init_world
+from prime_rl.trainer.parallel import close_world, init_world, seconds
 from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.source import find_model
@@ -60,7 +60,7 @@ def write_model(directory: Path, model: str, layers: int | None, sharpness: floa
         dict(named_parameters(policy))["model.norm.weight"].fill_(sharpness)
     source.config.architectures = [type(policy.lm).__name__]  # a made-up shape does not say it; vLLM asks
     copies = WeightCopy(policy, world, torch.bfloat16)
-    copies.copy().finish()
+    seconds(*copies.copy())
     write_version(copies, source, directory, version=0, incarnation=0)
     for path in TOKENIZER.glob("tokenizer*"):  # vLLM wants one, although ids go in and out
         shutil.copy(path, directory)
@@ -87,7 +87,7 @@ def write_versions(model: Path, root: Path, device: str, drift: float) -> dict[s
         reference = scored()
         done.append(time.perf_counter() - began)
     copies = WeightCopy(policy, world, torch.bfloat16)
-    copies.copy().finish()
+    seconds(*copies.copy())
     write_version(copies, source, step_dir(root, 1), version=1, incarnation=0, reference=reference)
     close_world()
     return {

@@ -226,11 +226,12 @@ def now(device: torch.device) -> Moment:
 
 
 def seconds(start: Moment, end: Moment) -> float:
-    """Seconds between two moments of one device, which has passed both."""
+    """Wait until a device has passed two of its moments; return the seconds between them. Any thread may call it."""
     if isinstance(start, float) and isinstance(end, float):
         return end - start
     assert not isinstance(start, float)
     assert not isinstance(end, float)
+    end.synchronize()
     return start.elapsed_time(end) / 1e3
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from loguru import logger
@@ -19,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from prime_rl.errors import UserError
 from prime_rl.host_memory import local_ranks
-from prime_rl.trainer.parallel import Moment, World, now, page_lock, seconds
+from prime_rl.trainer.parallel import Moment, World, now, page_lock
 from prime_rl.trainer.parameters import DTYPE_NAMES, stored_tensors, write_tensors
 from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import disk_errors
-from prime_rl.transport.exchange import DTYPES, layout, shared_buffer
+from prime_rl.transport.exchange import layout, shared_buffer, tensor_views
 from prime_rl.transport.weights import INDEX, TensorEntry, hash_tensors
 
 DEVICE_SHARE = 1 / 8  # of the GPU's memory, most that the copy takes; a larger one lies in host memory
@@ -32,19 +31,6 @@ _LEAST_FILE_BYTES = 64 << 20
 _FILES = 16  # of a small model, or more: the kernel lets one thread at a time write to a file
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 _NOT_COPIED = {"manifest.json", INDEX}  # present if the source is a committed version itself
-
-
-class Copy(NamedTuple):
-    """When a copy began and ended: moments of the device, which may still be making it."""
-
-    began: Moment = 0.0
-    ended: Moment = 0.0
-
-    def finish(self) -> float:
-        """Wait until the copy is complete; return the seconds that it took. May be called in any thread."""
-        if not isinstance(self.ended, float):
-            self.ended.synchronize()
-        return seconds(self.began, self.ended)
 
 
 class WeightCopy:
@@ -82,24 +68,21 @@ class WeightCopy:
                     logger.warning("the copy of the weights cannot be pinned (CUDA error {}): it is slow", failed)
 
     @torch.no_grad()
-    def copy(self) -> Copy:
-        """Gather the weights as they are now, layer by layer; every rank calls it.
+    def copy(self) -> tuple[Moment, Moment]:
+        """Gather the weights as they are now, layer by layer; every rank calls it. Returns when that begins and ends.
 
         On a GPU this only enqueues, in the order of the training's own work.
         """
         self.allocate()
+        views = dict(tensor_views(self.buffer, self.tensors)) if self.world.is_main else {}
         began = now(self.world.device)
         if self.world.writes:  # the others hold replicas of the same rows
             for _, group in groupby(self.stored, key=lambda tensor: id(tensor.parameter)):
                 tensors = list(group)
                 whole = self._whole(tensors[0].parameter)
                 for tensor in tensors if self.world.is_main else ():
-                    self._view(self.buffer, tensor.name).copy_(whole[tensor.index], non_blocking=True)
-        return Copy(began, now(self.world.device))
-
-    def _view(self, buffer: Tensor, name: str) -> Tensor:
-        (start, size), entry = self.ranges[name], self.tensors[name]
-        return buffer[start : start + size].view(DTYPES[entry.dtype]).view(entry.shape)
+                    views[tensor.name].copy_(whole[tensor.index], non_blocking=True)
+        return began, now(self.world.device)
 
     def _whole(self, parameter: Tensor) -> Tensor:
         if not isinstance(parameter, DTensor):
@@ -128,12 +111,12 @@ class WeightCopy:
         The files are read back, to see what has arrived. Raises UserError if the disk is full.
         """
         copy_model_files(source, directory, self.dtype)
-        tensors = tensors_by_file(self.ranges)
+        tensors, views = tensors_by_file(self.ranges), dict(tensor_views(host, self.tensors))
 
         def write(file: str) -> dict[str, TensorEntry]:
             path = directory / file
             with disk_errors(path):
-                write_tensors(path, {name: self._view(host, name) for name in tensors[file]})
+                write_tensors(path, {name: views[name] for name in tensors[file]})
                 return hash_tensors(path)
 
         # Several files at a time: the disk and xxh3 do not hold the interpreter.

@@ -17,10 +17,10 @@ from torch import Tensor
 from prime_rl.config.trainer import TrainerConfig, WeightsConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer.model import Policy
-from prime_rl.trainer.parallel import World, agree, background_world, gather, on_main
+from prime_rl.trainer.parallel import Moment, World, agree, background_world, gather, on_main, seconds
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.source import Source
-from prime_rl.trainer.weight_copy import DTYPE_NAMES, Copy, WeightCopy, on_device
+from prime_rl.trainer.weight_copy import DTYPE_NAMES, WeightCopy, on_device
 from prime_rl.transport import incarnations
 from prime_rl.transport.commit import CommitError, Stage, clean_stages, list_steps, prune, step_dir
 from prime_rl.transport.exchange import Publisher, checksums, own_address
@@ -107,7 +107,8 @@ class WeightPublisher:
         self.incarnation, self._start = 0, 0
         self._needed, self._on_committed, self._scorer = needed, on_committed, scorer
         self._copies = WeightCopy(policy, world, dtype, gpu=gpu)
-        self._copied, self._version = Copy(), 0  # the copy, and its version
+        self._copied: tuple[Moment, Moment] = 0.0, 0.0  # when the copy of `_version` begins and ends
+        self._version = 0
         self._publisher: Publisher | None = None  # of rank 0
         self._background = background_world(world, timeout)
         self._committer = TaskThread("weights", "the thread that commits it", timeout)  # has one task at most
@@ -175,8 +176,8 @@ class WeightPublisher:
 
         began = time.perf_counter()
         while unless is not None:  # bounded: by the time that a version may take
-            tasks, seconds = [*self._committer.tasks, *self._disk.tasks], time.perf_counter() - began
-            if all(gather(self.world, seconds > self._committer.seconds or all(task.done() for _, task in tasks))):
+            tasks, waited = [*self._committer.tasks, *self._disk.tasks], time.perf_counter() - began
+            if all(gather(self.world, waited > self._committer.seconds or all(task.done() for _, task in tasks))):
                 break
             if unless():
                 self._waited += time.perf_counter() - began
@@ -222,7 +223,7 @@ class WeightPublisher:
             reference = None if scored is None else agree(world, scored)
             on_main(world, lambda: incarnations.refuse_if_superseded(self.output_dir, self.incarnation))
         finally:
-            copy_seconds = self._copied.finish()
+            copy_seconds = seconds(*self._copied)
         final = step_dir(self.root, version)
         if self.memory:
             times = on_main(world, lambda: self._offer(final, version, durable, reference))
@@ -231,7 +232,7 @@ class WeightPublisher:
             times = on_main(world, lambda: write_version(*files, version=version, incarnation=own, reference=reference))
         if all(subject != _REMOVAL or future.done() for subject, future in self._disk.tasks):
             self._submit_prune()
-        return {f"time/export_{part}": seconds for part, seconds in {"copy": copy_seconds, **times}.items()}
+        return {f"time/export_{part}": spent for part, spent in {"copy": copy_seconds, **times}.items()}
 
     def _offer(self, final: Path, version: int, durable: bool, reference: LogprobReference | None) -> Times:
         """Offer a version, and commit a manifest that names the publisher."""

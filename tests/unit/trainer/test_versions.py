@@ -107,7 +107,7 @@ def test_transformers_loads_what_was_trained(
     limit = 60_000
     monkeypatch.setattr("prime_rl.trainer.weight_copy.FILE_BYTES", limit)
     copies = WeightCopy(policy, world, dtype)
-    copies.copy().finish()
+    copies.copy()
     write_version(copies, find_model(str(directory)), final, version=3, incarnation=2)
     manifest = verify_weights(final)
     assert (manifest.version, manifest.incarnation, manifest.base) == (3, 2, None)
