@@ -1,20 +1,15 @@
 """An API is asked patiently: what may pass is asked again, what does not is told at once."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-
-from chat_api import ChatApi, refusal
 from verifiers.v1.dialects.chat import ChatDialect
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.types import SamplingConfig
 
 from prime_rl.envs import verifiers_v1
 from prime_rl.envs.verifiers_v1 import PatientClient, chat_config
+from support.chat_api import ChatApi, refusal
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BODY = {"model": "m", "messages": MESSAGES, "temperature": 1.0, "top_p": 1.0, "max_tokens": 9}

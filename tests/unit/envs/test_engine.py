@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from prime_rl.envs.conversation import CallFailed, EngineClient, EngineConnection
 
@@ -26,20 +27,15 @@ async def test_which_route_is_asked(own: int, vllms: int, seen: list[str]) -> No
 
     app = web.Application()
     app.router.add_post("/{rest:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    root = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    connection = EngineConnection(f"{root}/v1", "k")
-    try:
+    async with TestServer(app) as server:
+        root = str(server.make_url("")).rstrip("/")
+        connection = EngineConnection(f"{root}/v1", "k")
         for _ in range(2):
             try:
                 outcomes.append((await connection.post(f"{root}{VLLMS}", cast_to=None, body=BODY)).content)
             except CallFailed as error:
                 outcomes.append(error.status)
-    finally:
         await connection.close()
-        await runner.cleanup()
     assert asked == seen
     assert outcomes == [VLLMS.encode() if VLLMS in seen and vllms == 200 else own] * 2
 

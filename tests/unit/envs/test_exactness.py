@@ -7,7 +7,6 @@ import asyncio
 import base64
 import io
 import json
-import sys
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,13 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import verifiers.v1 as vf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-
-import verifiers.v1 as vf
-from fake_engine import make_tokenizer
 from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.dialects.chat import parse_message, parse_tools
 from verifiers.v1.graph import prepare_turn
@@ -36,6 +31,7 @@ from prime_rl.envs.renderer import choose, tokenizer_of
 from prime_rl.envs.tools import MALFORMED_CALL, Toolbox
 from prime_rl.envs.verifiers_v1 import ConversationClient
 from prime_rl.inference.routes import routed_experts
+from support.fake_engine import make_tokenizer
 
 REPLAYED = {"routed_experts_prompt_start": 0}
 TEMPLATE = Path(__file__).parents[3] / "assets" / "tiny-reverse" / "chat_template.jinja"

@@ -1,17 +1,13 @@
 """Loading an environment: whatever is wrong, one line that names the real cause."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-
-from environments import write_environments
-
 from prime_rl.envs.ids import LoadError
 from prime_rl.envs.protocol import Outcome, Run, Setup
+from support.environments import write_environments
 
 
 @pytest.fixture(autouse=True)

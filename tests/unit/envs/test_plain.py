@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-
-from fake_engine import FakeEngine, assert_exact
-
 from prime_rl.envs.ids import LoadError
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
 from prime_rl.envs.worker import load
+from support.fake_engine import FakeEngine, assert_exact
 
 GUESS = Path(__file__).parents[2] / "support" / "envs" / "guess"
 HEAD = "tasks = [{'id': 'one', 'prompt': 'Say a.', 'system_prompt': 's', 'answer': 'a'}]\n"

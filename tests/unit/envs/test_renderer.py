@@ -2,7 +2,6 @@
 
 import ast
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-
-from fake_engine import CHATML, make_tokenizer
-
 from prime_rl.envs.renderer import ChatMLRenderer, RendererError, choose, equals_template, tokenizer_of
+from support.fake_engine import CHATML, make_tokenizer
 
 ROOT = Path(__file__).parents[3]
 TEMPLATE = (ROOT / "assets" / "tiny-reverse" / "chat_template.jinja").read_text()
