@@ -18,9 +18,10 @@ import torch
 from safetensors.torch import save_file
 
 from prime_rl.inference.staging import Staging
-from prime_rl.transport.commit import CommitError, stage, step_dir
+from prime_rl.transport.commit import CommitError
 from prime_rl.transport.exchange import ExchangeError, Subscriber
-from prime_rl.transport.weights import hash_directory, manifest_extra, weights_manifest
+from prime_rl.transport.weights import weights_manifest
+from support.committing import commit_weights
 from support.publishing import PublishingTrainer
 
 SECONDS = 120.0
@@ -68,12 +69,12 @@ def _publish(root: Path, device: str, line: Connection) -> None:
 
 def commit(root: Path, version: int) -> Path:
     """The same version in files."""
-    extra: dict[str, Any] = {}
-    with stage(step_dir(root, version), step=version, producer="trainer", extra=extra) as tmp:
+
+    def write(directory: Path) -> None:
         for number, group in itertools.groupby(tensors(version).items(), key=lambda item: item[0][0]):
-            save_file(dict(group), tmp / f"model-{number}.safetensors")
-        extra |= manifest_extra(version, 0, hash_directory(tmp))
-    return step_dir(root, version)
+            save_file(dict(group), directory / f"model-{number}.safetensors")
+
+    return commit_weights(root, version, write)
 
 
 BACKENDS = ["tcp", "cuda-ipc", pytest.param("nccl", marks=TWO)]

@@ -3,7 +3,6 @@
 Each test starts two servers at once (60 to 90 s on an H200). Needs vLLM's CUDA build; PYTHONPATH is enough for us.
 """
 
-import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,13 +12,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from conftest import InferenceServer, launch_server, make_tiny_model
 from prime_rl.inference import compat
-from prime_rl.transport.commit import stage, step_dir
-from prime_rl.transport.weights import hash_directory, manifest_extra
+from support import serving
 
 ENGINE = compat.installed_engine()
 if not torch.cuda.is_available() or ENGINE is None or ENGINE.device != "cuda":
@@ -53,12 +51,7 @@ def make_model(directory: Path, seed: int, experts: int = 0) -> Path:
 
 def commit(server: InferenceServer, version: int, model: Path) -> Path:
     """The tensors of `model` as a version that a trainer has committed."""
-    directory, extra = step_dir(server.weights_root, version), dict[str, Any]()
-    with stage(directory, step=version, producer="trainer", extra=extra) as tmp:
-        shutil.copy(model / "config.json", tmp)
-        save_file(load_file(model / "model.safetensors"), tmp / "model.safetensors", {"format": "pt"})
-        extra |= manifest_extra(version, 0, hash_directory(tmp))
-    return directory
+    return serving.commit(server.weights_root, version, model, load_file(model / "model.safetensors"))
 
 
 def update(server: InferenceServer, version: int, model: Path) -> None:

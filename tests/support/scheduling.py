@@ -13,8 +13,8 @@ from prime_rl.orchestrator.checkpoint import OrchestratorState, resume_point
 from prime_rl.orchestrator.ledger import Ledger, batch_extra, restore
 from prime_rl.orchestrator.scheduler import Batch, Drop, Limits, Scheduler, Start, Task
 from prime_rl.orchestrator.tasks import task_stream
-from prime_rl.transport.commit import stage
 from prime_rl.transport.protocol import newest_version
+from support.committing import commit_empty
 
 TASKS = {
     "env": [Task("env", i, f"task-{i}") for i in range(5)],
@@ -167,9 +167,7 @@ class World:
             return
         state = OrchestratorState(batch.step + 1, groups_opened=self.scheduler.groups_opened)
         extra = batch_extra(batched) | {"state": asdict(state)}
-        place = self.directory / "rollouts" / f"step_{batch.step}"
-        with stage(place, step=batch.step, producer="orchestrator", extra=extra):
-            pass
+        commit_empty(self.directory / "rollouts" / f"step_{batch.step}", batch.step, "orchestrator", **extra)
         self.batches.append((batch, set(batched.trained)))
         if not self.crashed():
             self.scheduler.advance(batched)

@@ -18,11 +18,12 @@ from prime_rl.orchestrator.checkpoint import JointCheckpoints, OrchestratorState
 from prime_rl.orchestrator.ledger import batch_extra
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from prime_rl.orchestrator.scheduler import Batched, Task
-from prime_rl.transport.commit import list_steps, prune, stage, write_atomically
+from prime_rl.transport.commit import list_steps, prune, write_atomically
 from prime_rl.transport.incarnations import read_incarnations, read_versions
 from prime_rl.transport.protocol import superseded_versions
 from prime_rl.transport.rollouts import Sample, open_batch
 from prime_rl.transport.weights import TensorEntry, manifest_extra, version_hash
+from support.committing import commit_empty
 
 
 class ScriptedTrainer:
@@ -43,17 +44,14 @@ class ScriptedTrainer:
     def commit(self, version: int, incarnation: int = 0, **more: dict) -> None:
         """`more`: where its tensors are, if not on the disk, as the manifest says it."""
         extra = {**manifest_extra(version, incarnation, self.tensors(version, incarnation)), **more}
-        with stage(self.directory / "weights" / f"step_{version}", step=version, producer="trainer", extra=extra):
-            pass
+        commit_empty(self.directory / "weights" / f"step_{version}", version, **extra)
 
     @staticmethod
     def tensors(version: int, incarnation: int) -> dict[str, TensorEntry]:
         return {"w": TensorEntry("model.safetensors", "F32", [1], f"{version}-{incarnation}")}
 
     def checkpoint(self, step: int, incarnation: int = 0) -> None:
-        place = self.directory / "checkpoints" / f"step_{step}" / "trainer"
-        with stage(place, step=step, producer="trainer", extra={"incarnation": incarnation}):
-            pass
+        commit_empty(self.directory / "checkpoints" / f"step_{step}" / "trainer", step, incarnation=incarnation)
 
 
 class ScriptedEngine:
@@ -172,9 +170,8 @@ def commit_batch(output_dir: Path, step: int, groups_opened: int, seed: int = 0,
     """The batch of `step`, with the two episodes of group `step` in it, as the orchestrator commits one."""
     batched = Batched(step, {step: Task("env", 0, "task")}, [f"{step}.0.0", f"{step}.1.0"], [])
     state = OrchestratorState(step=step + 1, seed=seed, groups_opened=groups_opened)
-    told = {**batch_extra(batched), "state": asdict(state), **extra}
-    with stage(output_dir / "rollouts" / f"step_{step}", step=step, producer="orchestrator", extra=told):
-        pass
+    extra = {**batch_extra(batched), "state": asdict(state), **extra}
+    commit_empty(output_dir / "rollouts" / f"step_{step}", step, "orchestrator", **extra)
 
 
 async def until(condition: Callable[[], bool], timeout: float = 60.0, run: "asyncio.Task[None] | None" = None) -> None:

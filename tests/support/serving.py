@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from conftest import InferenceServer
-from prime_rl.transport.commit import stage, step_dir
-from prime_rl.transport.weights import hash_directory, manifest_extra
+from support.committing import commit_weights
 
 TOLERANCE = 1e-4  # float32 on both sides; another order of summation is all that may differ
 TOKENS = 48
@@ -38,13 +37,12 @@ def perturbed(model: Path, seed: int = 1, by: float = 0.1) -> dict[str, torch.Te
 
 def commit(root: Path, version: int, model: Path, tensors: dict[str, torch.Tensor]) -> Path:
     """Commit `tensors` as a trainer does."""
-    directory = step_dir(root, version)
-    extra: dict[str, Any] = {}
-    with stage(directory, step=version, producer="trainer", extra=extra) as tmp:
-        (tmp / "config.json").write_bytes((model / "config.json").read_bytes())
-        save_file(tensors, tmp / "model.safetensors", {"format": "pt"})
-        extra |= manifest_extra(version, 0, hash_directory(tmp))
-    return directory
+
+    def write(directory: Path) -> None:
+        (directory / "config.json").write_bytes((model / "config.json").read_bytes())
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+    return commit_weights(root, version, write)
 
 
 def update(server: InferenceServer, directory: Path, version: int) -> httpx.Response:

@@ -2,6 +2,8 @@
 
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,15 +17,8 @@ from prime_rl.fleet.logprob_check import Difference, LogprobCheck, compare
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.reference_scorer import ReferenceScorer
-from prime_rl.transport.commit import stage, step_dir
-from prime_rl.transport.weights import (
-    LogprobReference,
-    WeightsManifest,
-    hash_directory,
-    manifest_extra,
-    weights_manifest,
-    write_base_version,
-)
+from prime_rl.transport.weights import LogprobReference, WeightsManifest, weights_manifest, write_base_version
+from support.committing import commit_weights
 from support.serving import perturbed
 
 Tensors = dict[str, torch.Tensor]
@@ -58,14 +53,10 @@ class Run:
     def commit(self, tensors: Tensors, loaded: Tensors | None = None) -> WeightsManifest:
         """The next version. `loaded`: what a faulty loader makes of it."""
         self.version += 1
-        right, final = self.root / f"right_{self.version}", step_dir(self.root, self.version)
+        right = self.root / f"right_{self.version}"
         self.write(tensors, right)
-        reference = self.score(right)
-        extra: dict[str, object] = {}
-        with stage(final, step=self.version, producer="trainer", extra=extra) as directory:
-            self.write(tensors if loaded is None else loaded, directory)
-            extra |= manifest_extra(self.version, 0, hash_directory(directory), reference=reference)
-        return weights_manifest(final)
+        reference, write = asdict(self.score(right)), partial(self.write, tensors if loaded is None else loaded)
+        return weights_manifest(commit_weights(self.root, self.version, write, reference=reference))
 
     async def load(self, version: WeightsManifest) -> Difference:
         """As an orchestrator does.

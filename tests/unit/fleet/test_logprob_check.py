@@ -10,7 +10,7 @@ import pytest
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import Served, ServerError
 from prime_rl.fleet.logprob_check import FACTOR, LEAST_MEAN, Difference, LogprobCheck, LogprobCheckFailed
-from prime_rl.transport.commit import CommitError, stage, step_dir
+from prime_rl.transport.commit import CommitError, step_dir
 from prime_rl.transport.weights import (
     LogprobReference,
     WeightsManifest,
@@ -18,6 +18,7 @@ from prime_rl.transport.weights import (
     reference_tokens,
     weights_manifest,
 )
+from support.committing import commit_empty
 
 LOGPROBS = (-1.0, -2.0, -3.0)
 TOKENS = (5, 6, 7, 8)
@@ -80,8 +81,7 @@ class Scored:
 
 def commit(root: Path, version: int, reference: LogprobReference | None = REFERENCE) -> WeightsManifest:
     place = step_dir(root, version)
-    with stage(place, step=version, producer="trainer", extra=manifest_extra(version, 0, {}, reference=reference)):
-        pass
+    commit_empty(place, version, **manifest_extra(version, 0, {}, reference=reference))
     manifest = weights_manifest(place)
     assert manifest.reference == reference
     return replace(manifest, hash=f"hash {version}")

@@ -13,8 +13,9 @@ import pytest
 
 from prime_rl.inference.service import WeightService
 from prime_rl.inference.version_files import Rejected, check_fit, check_version, resolve
-from prime_rl.transport.commit import stage, step_dir
-from prime_rl.transport.weights import PublisherAddress, TensorEntry, hash_directory, manifest_extra, write_base_version
+from prime_rl.transport.commit import step_dir
+from prime_rl.transport.weights import PublisherAddress, TensorEntry, manifest_extra, write_base_version
+from support.committing import commit_empty, commit_weights
 
 READY = {"state": "ready", "place": "host", "seconds": 0.1}
 WRONG = {"state": "failed", "why": "tensor a is wrong", "retry": False}
@@ -77,11 +78,7 @@ def write_tensor(directory: Path, value: int) -> None:
 
 
 def commit(root: Path, version: int, value: int | None = None) -> Path:
-    extra: dict[str, Any] = {}
-    with stage(step_dir(root, version), step=version, producer="trainer", extra=extra) as tmp:
-        write_tensor(tmp, version if value is None else value)
-        extra |= manifest_extra(version, 0, hash_directory(tmp))
-    return step_dir(root, version)
+    return commit_weights(root, version, lambda place: write_tensor(place, version if value is None else value))
 
 
 @pytest.fixture
@@ -172,8 +169,7 @@ async def test_an_update_that_fails_leaves_what_was_served(
     if fail == "publisher":
         publisher = PublisherAddress("10.0.0.1", 4242, "token", 1.0)
         extra = manifest_extra(1, 0, {"a": TensorEntry("", "U8", [4], "", f"{1:016x}")}, publisher=publisher)
-        with stage(directory, step=1, producer="trainer", extra=extra):
-            pass
+        commit_empty(directory, 1, **extra)
     else:
         commit(root, 1)
     await rejected(service.update(str(directory), 1), says, status)

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from prime_rl.inference import staging
 from prime_rl.inference.staging import Staging, WeightsExtension
 from prime_rl.transport import weights
-from prime_rl.transport.commit import CommitError, prune, stage, step_dir
+from prime_rl.transport.commit import CommitError, prune
 from prime_rl.transport.exchange import ExchangeError, Subscriber, layout
-from prime_rl.transport.weights import hash_directory, manifest_extra, weights_manifest
+from prime_rl.transport.weights import weights_manifest
+from support.committing import commit_weights
 
 CPU = torch.device("cpu")
 SECONDS = 60.0
@@ -29,13 +30,12 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "HASH_CHUNK_BYTES", 30_000)
 
 
-def commit(root: Path, version: int = 1, shift: int = 0) -> Path:
-    extra: dict[str, Any] = {}
-    with stage(step_dir(root, version), step=version, producer="trainer", extra=extra) as tmp:
+def commit(root: Path, shift: int = 0) -> Path:
+    def write(directory: Path) -> None:
         for file, tensors in FILES.items():
-            save_file({name: tensor + shift for name, tensor in tensors.items()}, tmp / file)
-        extra |= manifest_extra(version, 0, hash_directory(tmp))
-    return step_dir(root, version)
+            save_file({name: tensor + shift for name, tensor in tensors.items()}, directory / file)
+
+    return commit_weights(root, 1, write)
 
 
 def begin(directory: Path, **options: Any) -> Staging:

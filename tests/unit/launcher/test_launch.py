@@ -14,7 +14,7 @@ from prime_rl.launcher import launch
 from prime_rl.launcher.launch import drained, run
 from prime_rl.monitor import Status
 from prime_rl.orchestrator.checkpoint import OrchestratorState
-from prime_rl.transport.commit import stage
+from support.committing import commit_empty
 from support.configs import from_table
 
 MODEL = Path(__file__).parents[3] / "assets" / "tiny-reverse"
@@ -31,8 +31,7 @@ def test_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     state = OrchestratorState(step=1, seed=1, groups_opened=2)
-    with stage(tmp_path / "rollouts" / "step_0", step=0, producer="orchestrator", extra={"state": asdict(state)}):
-        pass
+    commit_empty(tmp_path / "rollouts" / "step_0", 0, "orchestrator", state=asdict(state))
     tiny = {"model": {"name": str(MODEL)}, "device": "cpu", "dry_run": True}
     open_to_all = {"inference": InferenceConfig(server=ServerConfig(host="0.0.0.0"))}
     goes_on = {"recover": True, "seed": 2}  # the trainer would go back first, and what it had made be gone
@@ -52,8 +51,7 @@ def test_a_finished_run_is_not_recovered(tmp_path: Path, capsys: pytest.CaptureF
     """Contract: `rl --recover` of a run that has made its steps starts nothing, unless `max_steps` was raised."""
     for name in ("trainer", "orchestrator"):
         Status(tmp_path, name).done("finished")
-    with stage(tmp_path / "weights" / "step_3", step=3, producer="trainer"):
-        pass
+    commit_empty(tmp_path / "weights" / "step_3", 3)
     tiny = {"model": {"name": str(MODEL)}, "device": "cpu", "recover": True}
     assert run(config(tmp_path, **tiny, max_steps=3)) == 0
     assert capsys.readouterr().out == "this run has made its 3 steps already: nothing is trained again\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prime_rl.transport.commit import CommitError, prune, stage
+from prime_rl.transport.commit import CommitError, prune
 from prime_rl.transport.incarnations import (
     PublishedVersions,
     open_incarnation,
@@ -11,13 +11,7 @@ from prime_rl.transport.incarnations import (
     read_versions,
 )
 from prime_rl.transport.protocol import Lease
-from prime_rl.transport.weights import TensorEntry, manifest_extra
-
-
-def commit_version(root, version, incarnation):
-    extra = manifest_extra(version, incarnation, {"w": TensorEntry("f", "F32", [1], f"{version}-{incarnation}")})
-    with stage(root / f"step_{version}", step=version, producer="trainer", extra=extra):
-        pass
+from support.scripted import ScriptedTrainer
 
 
 def test_incarnations_are_numbered_in_the_order_of_their_opening(tmp_path):
@@ -32,13 +26,14 @@ def test_incarnations_are_numbered_in_the_order_of_their_opening(tmp_path):
 
 def test_a_version_that_another_incarnation_committed_again_is_read_again(tmp_path):
     """What was seen before is remembered by the file, not by the number."""
-    commit_version(tmp_path, 0, 0)
-    commit_version(tmp_path, 3, 0)
-    assert read_versions(tmp_path) == {0: 0, 3: 0}
-    prune(tmp_path / "step_3")
-    assert read_versions(tmp_path) == {0: 0}
-    commit_version(tmp_path, 3, 1)
-    assert read_versions(tmp_path) == {0: 0, 3: 1}
+    trainer, weights = ScriptedTrainer(tmp_path), tmp_path / "weights"
+    trainer.commit(0)
+    trainer.commit(3)
+    assert read_versions(weights) == {0: 0, 3: 0}
+    prune(weights / "step_3")
+    assert read_versions(weights) == {0: 0}
+    trainer.commit(3, incarnation=1)
+    assert read_versions(weights) == {0: 0, 3: 1}
 
 
 def test_a_lease(tmp_path):

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.transport.commit import CommitError, stage
+from prime_rl.transport.commit import CommitError
 from prime_rl.transport.rollouts import FILE, SCHEMA, Sample, as_array, open_batch, write_batch
+from support.committing import commit_empty
 
 
 def make_sample(number: int, length: int = 5, **changes) -> Sample:
@@ -92,8 +93,7 @@ def test_a_damaged_batch_is_refused(tmp_path, check_bytes):
     (directory / FILE).write_bytes(data if check_bytes else data[:-1])
     with pytest.raises(CommitError, match="does not match the manifest" if check_bytes else FILE):
         open_batch(directory, check_bytes=check_bytes)
-    with stage(tmp_path / "step_1", step=1, producer="test"):
-        pass
+    commit_empty(tmp_path / "step_1", 1)
     with pytest.raises(CommitError, match="not as a batch"):
         open_batch(tmp_path / "step_1")
 

@@ -11,16 +11,16 @@ from safetensors.torch import save_file
 
 from prime_rl.inference.staging import Staging
 from prime_rl.transport import weights
-from prime_rl.transport.commit import CommitError, stage, step_dir
+from prime_rl.transport.commit import CommitError, step_dir
 from prime_rl.transport.exchange import Subscriber
 from prime_rl.transport.weights import (
     hash_directory,
-    manifest_extra,
     verify_weights,
     version_hash,
     weights_manifest,
     write_base_version,
 )
+from support.committing import commit_empty, commit_weights
 
 CHUNK = 1000
 
@@ -40,12 +40,7 @@ def make_model(directory: Path, seed: int = 0) -> Path:
 
 
 def publish(root: Path, version: int, **changes: object) -> Path:
-    model = make_model(root.parent / "model")
-    extra = {**manifest_extra(version, 1, hash_directory(model)), **changes}
-    with stage(step_dir(root, version), step=version, producer="trainer", extra=extra) as path:
-        for file in model.iterdir():
-            (path / file.name).write_bytes(file.read_bytes())
-    return step_dir(root, version)
+    return commit_weights(root, version, make_model, incarnation=1, **changes)
 
 
 def test_a_committed_version_verifies(tmp_path: Path) -> None:
@@ -101,8 +96,7 @@ def test_what_is_not_a_version_that_this_release_wrote_is_one_clear_error(tmp_pa
     for version, changes in enumerate(({"hash_chunk": None}, {"tmpfs": {"directory": "/dev/shm"}}), start=1):
         with pytest.raises(CommitError, match="another release"):
             weights_manifest(publish(tmp_path / "weights", version, **changes))
-    with stage(tmp_path / "step_1", step=1, producer="orchestrator"):
-        pass
+    commit_empty(tmp_path / "step_1", 1, "orchestrator")
     with pytest.raises(CommitError, match="not as a version of weights"):
         weights_manifest(tmp_path / "step_1")
     for content in (b"", b"\xff" * 8, b"\x05\0\0\0\0\0\0\0{nope", b"\x02\0\0\0\0\0\0\0[]"):
@@ -125,10 +119,7 @@ def test_writers_and_readers_agree(small_chunks: None, tmp_path: Path) -> None:
     """Contract: whoever reads a file back, and a server that stages it hash the same."""
     sizes = {"a": 9 * CHUNK, "b": 10, "c": 20, "none": 0, "d": 9 * CHUNK + 7}
     tensors = {name: torch.randint(0, 256, (size,), dtype=torch.uint8) for name, size in sizes.items()}
-    directory, extra = step_dir(tmp_path, 1), {}
-    with stage(directory, step=1, producer="trainer", extra=extra) as staging:
-        save_file(tensors, staging / "model.safetensors")
-        extra |= manifest_extra(1, 0, hash_directory(staging))
+    directory = commit_weights(tmp_path, 1, lambda place: save_file(tensors, place / "model.safetensors"))
     want = {name: by_hand(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
     assert {name: entry.xxh3 for name, entry in hash_directory(directory).items()} == want
 
