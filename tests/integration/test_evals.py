@@ -1,5 +1,6 @@
 """`eval`: real environment workers against a scripted engine, a scripted API, and real vLLM; killed and resumed."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -9,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -18,9 +19,8 @@ import pytest
 from conftest import free_port
 from prime_rl.monitor import read_status
 from prime_rl.transport.weights import write_base_version
-from prime_rl.wait import wait
 from support.chat_api import ChatApi, refusal
-from support.processes import Command
+from support.processes import Command, until
 from support.serving import commit, perturbed
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -59,23 +59,6 @@ def scripted_engine(model: Path, log: Path, *options: str) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/v1"
 
 
-@contextmanager
-def chat_api(**settings: Any) -> Any:
-    """A scripted API in a thread of its own."""
-    import asyncio
-
-    loop, api = asyncio.new_event_loop(), ChatApi(**settings)
-    thread = Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(api.__aenter__(), loop).result(10)
-    try:
-        yield api
-    finally:
-        asyncio.run_coroutine_threadsafe(api.__aexit__(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-
-
 def test_a_command_that_is_interrupted_goes_on_where_it_was(tiny_model, tmp_path):
     """Contract: no finished attempt is made again, none is lost; Ctrl-C ends with 130."""
     with scripted_engine(tiny_model, tmp_path / "engine.log", "--delay", "0.5") as url:
@@ -83,16 +66,10 @@ def test_a_command_that_is_interrupted_goes_on_where_it_was(tiny_model, tmp_path
             "--model.name", tiny_model, "--client.base-url", url, "--environment-ids", PLAIN, "--num-examples", 20,
             "--rollouts-per-example", 2, "--output-dir", tmp_path,
         ]  # fmt: skip
-        command = [sys.executable, "-m", "prime_rl.entrypoints.eval", *map(str, arguments), "--max-concurrent", "2"]
-        with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-            wait(
-                lambda: len(attempts(tmp_path, "step_0")) >= 4,
-                subject="four attempts",
-                owner="the evaluation",
-                seconds=TIMEOUT,
-            )
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 130, (tmp_path / "log").read_text()
+        with Command("eval", *arguments, "--max-concurrent", 2, log=tmp_path / "log") as command:
+            until(lambda: len(attempts(tmp_path, "step_0")) >= 4, "four attempts", command)
+            command.process.send_signal(signal.SIGINT)
+            assert command.wait(60) == 130, command.tail()
         before = attempts(tmp_path, "step_0")
         assert 4 <= len(before) < 40
         done = evaluate(*arguments, "--max-concurrent", 40)
@@ -103,7 +80,7 @@ def test_a_command_that_is_interrupted_goes_on_where_it_was(tiny_model, tmp_path
     assert f"step_0: {len(before)} of 40 attempts are there already" in done.stdout
 
 
-def test_an_api_is_asked_by_its_chat_route_without_a_tokenizer(tmp_path):
+async def test_an_api_is_asked_by_its_chat_route_without_a_tokenizer(tmp_path):
     """Contract: a key that is refused ends the command in one line, and what is scored is kept. The
     key travels, and only what an API knows is sent; what may pass is asked again; tokens and cost are reported."""
     revoked = [True]
@@ -116,25 +93,25 @@ def test_an_api_is_asked_by_its_chat_route_without_a_tokenizer(tmp_path):
     def reply(body: dict[str, Any]) -> str:
         return f"<reversed_text>{body['messages'][-1]['content'][::-1]}</reversed_text>"
 
-    with chat_api(script=script, key="sk-test", reply=reply) as api:
+    async with ChatApi(script=script, key="sk-test", reply=reply) as api:
         arguments = [
             "--model.name", "some/model-that-nobody-has", "--client.base-url", api.base_url,
             "--client.api-key-var", "MY_API_KEY", "--environment-ids", "reverse-text", "--num-examples", 8,
             "--max-concurrent", 1, "--sampling.max-tokens", 30, "--output-dir", tmp_path,
         ]  # fmt: skip
-        stopped = evaluate(*arguments, variables={"MY_API_KEY": "sk-test"})
+        command = partial(evaluate, *arguments, variables={"MY_API_KEY": "sk-test"})
+        stopped = await asyncio.to_thread(command)
         assert stopped.returncode == 1
         assert "refused the key in $MY_API_KEY" in stopped.stderr
         assert "This key has been revoked" in stopped.stderr
         assert "3 scored attempts are kept" in stopped.stderr
         assert len(api.bodies) == 5
         revoked[0] = False
-        done = evaluate(*arguments, variables={"MY_API_KEY": "sk-test"})
+        done = await asyncio.to_thread(command)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [
-        row for row in attempts(tmp_path, "api", "reverse-text") if row["reward"] is not None
-    ]  # the refused attempt is recorded, too
-    assert [(row["reward"], row["input_tokens"], row["output_tokens"]) for row in rows] == [(1.0, 7, 3)] * 8
+    rows = attempts(tmp_path, "api", "reverse-text")  # the refused attempt is recorded, too
+    scored = [(row["reward"], row["input_tokens"], row["output_tokens"]) for row in rows if row["reward"] is not None]
+    assert scored == [(1.0, 7, 3)] * 8
     assert len(api.bodies) == 5 + 5
     assert {key for body in api.bodies for key in body} == {"model", "messages", "temperature", "top_p", "max_tokens"}
     assert {body["model"] for body in api.bodies} == {"some/model-that-nobody-has"}
@@ -187,7 +164,7 @@ def test_fine_tuning_is_evaluated_at_once_or_later_and_again_where_it_is_resumed
         with ThreadPoolExecutor(1) as executor:
             resumed = ("--ckpt.resume-step", 2, "--optim.lr", 1e-3)
             tuning = executor.submit(fine_tune, tmp_path, tiny_model, url, *resumed)
-            wait(running, subject="first status", owner="the evaluation", seconds=TIMEOUT)
+            until(running, "first status of the evaluation")
             os.kill(read_status(tmp_path)["eval"].pid, signal.SIGKILL)
             again = tuning.result(TIMEOUT)
     assert again.returncode == 0, again.stdout + again.stderr
