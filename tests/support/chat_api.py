@@ -3,9 +3,11 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from aiohttp import web
+
+from support.fake_engine import LoopbackServer
 
 Answer = tuple[int, dict[str, str], dict[str, Any]]  # status, headers, body
 
@@ -26,39 +28,20 @@ def refusal(status: int, message: str = "scripted", **headers: str) -> Answer:
 
 
 @dataclass
-class ChatApi:
-    """`async with ChatApi() as api:` serves on a free port of loopback.
-
-    `script` is asked for each request, by its number and body; None is an ordinary answer.
-    """
+class ChatApi(LoopbackServer):
+    """`script` is asked for each request, by its number and body; None is an ordinary answer."""
 
     script: Callable[[int, dict[str, Any]], Answer | None] = lambda number, body: None
     key: str = ""
     reply: Callable[[dict[str, Any]], str] = lambda body: "<reversed_text>abc</reversed_text>"
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
     port: int = 0
 
-    async def __aenter__(self) -> Self:
-        app = web.Application()
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
-        self.port = self._runner.addresses[0][1]
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._runner.cleanup()
-
-    @property
-    def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/v1/models", self._models), web.post("/v1/chat/completions", self._chat)]
 
     def _refused(self, request: web.Request) -> web.Response | None:
-        self.keys.append(request.headers.get("Authorization", ""))
-        if self.key and self.keys[-1] != f"Bearer {self.key}":
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": {"message": "Incorrect API key provided"}}, status=401)
         return None
 

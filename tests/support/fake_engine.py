@@ -16,7 +16,6 @@ from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import xxhash
@@ -86,10 +85,34 @@ def assert_exact(sample: Any, exchanges: "list[Exchange]") -> None:
     assert not any(value for value, on in zip(sample.logprobs, sample.loss_mask, strict=True) if not on)
 
 
-@dataclass
-class FakeEngine:
-    """`async with FakeEngine(model) as engine:` serves on a free port of loopback until the block ends."""
+class LoopbackServer:
+    """`async with` it: its routes are served on loopback, on `port` or a free one, until the block ends."""
 
+    port: int
+
+    def routes(self) -> list[web.RouteDef]:
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        app = web.Application()
+        app.add_routes(self.routes())
+        # A client that goes away cancels its request, as vLLM aborts it.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, backlog=4096).start()
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._runner.cleanup()
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+
+@dataclass
+class FakeEngine(LoopbackServer):
     model: Path
     max_model_len: int = 512
     delay: float = 0.0
@@ -102,29 +125,10 @@ class FakeEngine:
     running: int = 0
     started: int = 0
 
-    async def __aenter__(self) -> Self:
+    def routes(self) -> list[web.RouteDef]:
         self.tokenizer = self._load_tokenizer()
-        app = web.Application()
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/inference/v1/generate", self._generate)
-        app.router.add_post("/v1/sample", self._generate)
-        self._add_routes(app)
-        # A client that goes away cancels its request, as vLLM aborts it.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, backlog=4096)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._runner.cleanup()
-
-    @property
-    def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
+        sampling = [web.post(path, self._generate) for path in ("/inference/v1/generate", "/v1/sample")]
+        return [web.get("/v1/models", self._models), *sampling]
 
     def reset(self) -> None:
         """Forget what was asked, and answer again at once and well."""
@@ -135,9 +139,6 @@ class FakeEngine:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.model)
-
-    def _add_routes(self, app: web.Application) -> None:
-        """More routes, of a subclass."""
 
     def _noise(self) -> float:
         return 1e-9 * len(self.exchanges)  # no two exchanges are alike
@@ -219,7 +220,7 @@ class PolicyEngine(FakeEngine):
     def _load_tokenizer(self) -> Any:
         return Tokens(self.model)
 
-    def _add_routes(self, app: web.Application) -> None:
+    def routes(self) -> list[web.RouteDef]:
         base = hash_directory(self.model)
         self._base = {
             "version": 0,
@@ -229,10 +230,9 @@ class PolicyEngine(FakeEngine):
             "boot": secrets.token_hex(8),  # tells a server that was started again from the one before
         }
         self._served = dict(self._base)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/weights", self._weights)
-        app.router.add_post("/update_weights", self._update)
-        app.router.add_post("/reload_weights", self._reload)
+        more = [web.get("/health", self._health), web.get("/weights", self._weights)]
+        more += [web.post("/update_weights", self._update), web.post("/reload_weights", self._reload)]
+        return [*super().routes(), *more]
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
