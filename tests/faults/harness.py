@@ -158,10 +158,8 @@ class ServedWatcher:
 
     @contextmanager
     def running(self) -> Iterator[Self]:
-        with (
-            self._client,
-            repeated(self.look, 0.05),
-        ):  # a run may end a fifth of a second after its last version is served
+        # A run may end a fifth of a second after its last version is served.
+        with self._client, repeated(self.look, 0.05):
             yield self
 
 

@@ -190,10 +190,8 @@ def _flipped_bit(server: InferenceServer) -> Path:
 
 def test_bad_weights_are_refused(server: InferenceServer, chat_prompt: list[int]) -> None:
     """Contract: a bad directory is refused with a reason; what was served goes on, to the bit. (What is bad: unit.)"""
-    assert (
-        update(server, commit(server.weights_root, 20, server.model, perturbed(server.model, seed=20)), 20).status_code
-        == 200
-    )
+    good = commit(server.weights_root, 20, server.model, perturbed(server.model, seed=20))
+    assert update(server, good, 20).status_code == 200
     check_undone(server, chat_prompt, _flipped_bit(server), 22, "tensor")
     tensors = perturbed(server.model)
     tensors.pop("model.norm.weight")

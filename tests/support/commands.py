@@ -63,11 +63,9 @@ def make_checkout(directory: Path) -> Path:
     return directory
 
 
-def parse_line(line: str, variables: dict[str, str] | None = None) -> tuple[dict[str, str], list[str]]:
+def parse_line(line: str) -> tuple[dict[str, str], list[str]]:
     """The environment variables and the arguments of a pasted line, without `uv run`."""
-    values = {**VARIABLES, **(variables or {})}
-    line = re.sub(r"\$(\w+)", lambda match: values[match[1]], line)
-    words = shlex.split(line)
+    words = shlex.split(re.sub(r"\$(\w+)", lambda match: VARIABLES[match[1]], line))
     assignments: dict[str, str] = {}
     while "=" in words[0] and not words[0].startswith("-"):
         name, _, value = words.pop(0).partition("=")
