@@ -19,7 +19,7 @@ from prime_rl.config import TrainerConfig
 from prime_rl.monitor import Status
 from prime_rl.trainer import training_loop as loop
 from prime_rl.trainer.parameters import stored_tensors
-from prime_rl.trainer.rl.train import train
+from prime_rl.trainer.rl.train import make_recipe
 from prime_rl.trainer.training_state import HostCopy, State
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import write_batch
@@ -118,7 +118,7 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
         watch = Watch(patch, caught)
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            train(config(output_dir, model))
+            loop.run(config(output_dir, model), make_recipe)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     for number, handler in handlers.items():

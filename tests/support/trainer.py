@@ -17,6 +17,7 @@ from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
+from prime_rl.trainer import training_loop
 from prime_rl.trainer.lm_head import _differentiated
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy, build_policy
@@ -94,7 +95,7 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def run_training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[TrainerConfig | SFTConfig], None]]:
-    """Return `train` of RL or SFT, in this process; restore signal handlers and process group; poll waits often."""
+    """Return what trains, RL or SFT, in this process; restore signal handlers and process group; poll waits often."""
     monkeypatch.setattr(wait, "LEAST_POLL_SECONDS", 0.01)
     monkeypatch.setitem(wait.wait.__kwdefaults__, "poll", 0.01)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -102,7 +103,7 @@ def run_training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[TrainerC
 
     def run(config: TrainerConfig | SFTConfig) -> None:
         try:
-            sft.train(config) if isinstance(config, SFTConfig) else rl.train(config)
+            training_loop.run(config, (sft if isinstance(config, SFTConfig) else rl).make_recipe)
         finally:
             close_world()
 

@@ -31,11 +31,12 @@ def run(config: SFTConfig) -> None:
     if rank_of("sft") == 0:
         logger.info("loading torch, {} and the data; logs in {}", accepted.model.name, accepted.output_dir / "logs")
     with quick_imports():
-        from prime_rl.trainer.sft.train import train
+        from prime_rl.trainer import training_loop
+        from prime_rl.trainer.sft.train import make_recipe
 
     with evaluation as sidecar:
         with disk_errors(accepted.output_dir):
-            train(accepted)
+            training_loop.run(accepted, make_recipe)
         if sidecar is not None:
             sidecar.finish()
 

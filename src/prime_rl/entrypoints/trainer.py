@@ -17,10 +17,11 @@ def run(config: TrainerConfig) -> None:
     if (accepted := begin(config, "trainer", plan)) is None:
         return
     with quick_imports():
-        from prime_rl.trainer.rl.train import train
+        from prime_rl.trainer import training_loop
+        from prime_rl.trainer.rl.train import make_recipe
 
     with disk_errors(accepted.output_dir):
-        train(accepted)
+        training_loop.run(accepted, make_recipe)
 
 
 def plan(config: TrainerConfig) -> list[str]:

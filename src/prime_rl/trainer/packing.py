@@ -5,7 +5,7 @@ its own rows.
 """
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Event
 from typing import Any, Self
@@ -184,19 +184,6 @@ def pinned(batches: Sequence[MicroBatch], device: torch.device) -> list[MicroBat
     return [batch.map(Tensor.pin_memory) for batch in batches] if device.type == "cuda" else list(batches)
 
 
-def micro_batches(
-    mine: Sequence[Sequence[int]],
-    documents: Mapping[int, Document],
-    streams: int,
-    device: torch.device,
-    routers: Routers | None = None,
-) -> list[MicroBatch]:
-    """This rank's micro-batches of a plan, ready for the device."""
-    multiple_of = pads_to(device)
-    made = [collate([documents[i] for i in indices], streams, multiple_of, routers) for indices in mine]
-    return pinned(made, device)
-
-
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """Bring a micro-batch to the device. From pinned memory nothing waits for the copies."""
     return batch.map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -273,6 +260,18 @@ class StepSource:
     def prepare(self, step: int) -> StepData:
         """Make the step's data, in the thread. What it raises is raised where the step is read."""
         raise NotImplementedError
+
+    def pack(
+        self, lengths: list[int], seq_len: int, streams: int, documents: Callable[[list[int]], Iterable[Document]]
+    ) -> tuple[list[list[int]], list[MicroBatch]]:
+        """Plan micro-batches of at most `seq_len` tokens, and make this rank's, ready for the device.
+
+        `documents` gives those of some samples, with K `streams`. Returns the samples in each micro-batch as well.
+        """
+        mine, device = plan(lengths, seq_len, self.world.size, self.costs)[self.world.rank], self.world.device
+        wanted = [index for indices in mine for index in indices]
+        made, pads = dict(zip(wanted, documents(wanted), strict=True)), pads_to(device)
+        return mine, pinned([collate([made[i] for i in part], streams, pads, self.routers) for part in mine], device)
 
     def _take(self, step: int) -> StepData:
         self._submit(step)

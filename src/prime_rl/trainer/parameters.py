@@ -42,7 +42,8 @@ class StoredTensor:
 
     def local(self, world: World) -> tuple[Tensor, int]:
         """Return this rank's rows (a view of the parameter, maybe empty) and the index of the first."""
-        local, first = local_rows(self.parameter, world)
+        local, rows_of_all = local_part(self.parameter).detach(), self.parameter.shape[0]
+        first = rows_of_rank(rows_of_all, world)[0] if isinstance(self.parameter, DTensor) else 0
         if not self.index:
             return local, first
         if len(self.index) == 1:
@@ -109,12 +110,6 @@ def _index(whole: Tensor, part: Tensor) -> tuple[int, slice] | tuple[slice] | tu
         return None
     expert, row = divmod(int(part.storage_offset()) // whole.stride(1), whole.shape[1])
     return expert, slice(row, row + part.shape[0])
-
-
-def local_rows(parameter: Tensor, world: World) -> tuple[Tensor, int]:
-    """Return this rank's rows of a parameter and the index of the first."""
-    first = rows_of_rank(parameter.shape[0], world)[0] if isinstance(parameter, DTensor) else 0
-    return local_part(parameter).detach(), first
 
 
 def initialize_buffers(lm: PreTrainedModel, name: str) -> None:

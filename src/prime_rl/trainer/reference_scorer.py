@@ -18,8 +18,7 @@ from prime_rl.errors import UserError
 from prime_rl.trainer import moe
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import Document, collate, pads_to, pinned, to_device
-from prime_rl.trainer.parallel import ToHost, World
-from prime_rl.trainer.parameters import local_rows
+from prime_rl.trainer.parallel import ToHost, World, local_part
 from prime_rl.transport.weights import LogprobReference, reference_tokens
 
 
@@ -65,7 +64,7 @@ class ReferenceScorer:
     @contextmanager
     def _rounding(self, parameters: list[nn.Parameter]) -> Iterator[None]:
         """Round parameters meanwhile. Their copies take the memory that gradients take in a step."""
-        rows = [local_rows(parameter, self._world)[0] for parameter in parameters]
+        rows = [local_part(parameter).detach() for parameter in parameters]
         originals = [each.clone() for each in rows]
         try:
             for each in rows:

@@ -26,17 +26,23 @@ from prime_rl.transport.weights import no_tensors_message
 if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainerModel
 
-# Shapes that fake data can use without a download: hidden, layers, heads, key/value heads, feed-forward, tied head,
-# experts' sizes. Head size 128, vocabulary 151,936.
-_KNOWN: dict[str, tuple[int, int, int, int, int, bool, dict[str, int]]] = {
-    "Qwen/Qwen3-0.6B": (1024, 28, 16, 8, 3072, True, {}),
-    "Qwen/Qwen3-1.7B": (2048, 28, 16, 8, 6144, True, {}),
-    "Qwen/Qwen3-4B": (2560, 36, 32, 8, 9728, True, {}),
-    "Qwen/Qwen3-8B": (4096, 36, 32, 8, 12288, False, {}),
-    "Qwen/Qwen3-30B-A3B": (
-        *(2048, 48, 32, 4, 6144, False),
-        {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-    ),
+# Shapes that fake data can use without a download: values of `_SHAPE`, experts. Head size 128, vocabulary 151,936.
+_SHAPE = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "tie_word_embeddings"),
+)
+_QWEN3_30B_EXPERTS = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+_KNOWN: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "Qwen/Qwen3-0.6B": ((1024, 28, 16, 8, 3072, True), {}),
+    "Qwen/Qwen3-1.7B": ((2048, 28, 16, 8, 6144, True), {}),
+    "Qwen/Qwen3-4B": ((2560, 36, 32, 8, 9728, True), {}),
+    "Qwen/Qwen3-8B": ((4096, 36, 32, 8, 12288, False), {}),
+    "Qwen/Qwen3-30B-A3B": ((2048, 48, 32, 4, 6144, False), _QWEN3_30B_EXPERTS),
 }
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 
@@ -89,21 +95,16 @@ def _known_config(name: str) -> PretrainedConfig:
     if name not in _KNOWN:
         known = ", ".join(_KNOWN)
         raise UserError(f"fake data needs the shape of {name}: give a local model directory, or one of {known}")
-    hidden, layers, heads, kv_heads, feed_forward, tied, experts = _KNOWN[name]
+    values, experts = _KNOWN[name]
     kind: Any = Qwen3MoeConfig if experts else Qwen3Config
     shape: PretrainedConfig = kind(
         vocab_size=151_936,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
         head_dim=128,
-        intermediate_size=feed_forward,
-        tie_word_embeddings=tied,
         max_position_embeddings=131_072,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         architectures=["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],  # engines choose their model by it
-        **({**experts, "norm_topk_prob": True} if experts else {}),
+        **dict(zip(_SHAPE, values, strict=True)),
+        **experts,
     )
     return shape
 

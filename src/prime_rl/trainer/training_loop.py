@@ -133,7 +133,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         exit_stack.enter_context(watched(policy.memory))
         if served is not None and policy.compiled:  # the servers are loading meanwhile
             report.phase("compiling")
-            warm_up(policy, recipe.loss, served, world, vocabulary, pads_to(world.device), data.routers)
+            warm_up(policy, recipe.loss, served, world, vocabulary, data.routers)
         step, saving = start, 0.0
         while config.max_steps is None or step < config.max_steps:
             report.status.step(step)
@@ -272,7 +272,6 @@ def warm_up(
     config: TrainerConfig,
     world: World,
     vocabulary: int,
-    multiple_of: int,
     routers: Routers | None = None,
 ) -> None:
     """Compile blocks, loss and the scoring of versions. Every rank calls it, where anything is compiled.
@@ -281,10 +280,9 @@ def warm_up(
     another number of tokens follows, once for any: those that the run packs later compile nothing. Both are as long as
     `seq_len` allows, so that what does not fit into memory fails here as in a step.
 
-    Args:
-        multiple_of: Micro-batches are padded to a multiple of so many tokens.
-        routers: Of the model, if it replays the engine's choice of experts.
+    `routers` are those of the model, if it replays the engine's choice of experts.
     """
+    multiple_of = pads_to(world.device)
     longest = -(-config.seq_len // multiple_of) * multiple_of
     batches = [_random_batch(tokens, vocabulary, routers) for tokens in (longest, max(longest - multiple_of, 2))]
     forward_backward(policy, pinned(batches, world.device), loss, world)

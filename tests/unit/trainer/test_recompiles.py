@@ -85,7 +85,7 @@ def test_warm_up(
         torch._dynamo.reset()
         counters.clear()
         if warmed:
-            warm_up(policy, loss_of, config, world, support.VOCABULARY, 1)
+            warm_up(policy, loss_of, config, world, support.VOCABULARY)
             assert all(parameter.grad is None for parameter in policy.parameters())
         compiled = counters["stats"]["unique_graphs"]
         # Kernels of a number of tokens and of any round otherwise.

@@ -61,11 +61,12 @@ def run(run_training: Callable[[TrainerConfig], None], tied_model: Path, tmp_pat
 def undisturbed(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps that nothing happened to."""
     from prime_rl.trainer.parallel import close_world
-    from prime_rl.trainer.rl.train import train
+    from prime_rl.trainer.rl.train import make_recipe
+    from prime_rl.trainer.training_loop import run
 
     directory = tmp_path_factory.mktemp("undisturbed")
     support.write_rollouts(directory, STEPS)
-    train(config(directory, tied_model, ckpt=None, recovery_interval=None))
+    run(config(directory, tied_model, ckpt=None, recovery_interval=None), make_recipe)
     close_world()
     return directory
 

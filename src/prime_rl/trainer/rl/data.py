@@ -1,8 +1,9 @@
 """What the RL trainer trains on: rollouts that the orchestrator commits, or random samples."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,18 +12,7 @@ import numpy.typing as npt
 from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer.loss import STREAMS
-from prime_rl.trainer.packing import (
-    LONGEST,
-    Document,
-    Ints,
-    MicroBatch,
-    OnWait,
-    StepData,
-    StepSource,
-    micro_batches,
-    plan,
-    rollout_lengths,
-)
+from prime_rl.trainer.packing import LONGEST, Document, Ints, MicroBatch, OnWait, StepData, StepSource, rollout_lengths
 from prime_rl.trainer.parallel import World, sum_over_ranks
 from prime_rl.trainer.router_replay import Routers, chosen_experts
 from prime_rl.trainer.source import Source
@@ -38,13 +28,23 @@ _MASK = STREAMS.index("mask")
 _LOOK_SECONDS = 0.05  # between two looks at the directory
 
 
-class RolloutData(StepSource):
-    """Batches that the orchestrator commits under `rollouts`."""
+class PolicyData(StepSource):
+    """Steps of samples whose weights add up as `loss.normalization` says."""
 
     def __init__(self, config: TrainerConfig, world: World, source: Source) -> None:
-        self.config, self.root = config, config.output_dir / "rollouts"
-        self.vocabulary = source.config.get_text_config().vocab_size
+        self.config, self.vocabulary = config, source.config.get_text_config().vocab_size
         super().__init__(world, config.dist_timeout)
+
+    def read(self, step: int) -> StepData:
+        return normalize(super().read(step), self.world, self.config.loss)
+
+
+class RolloutData(PolicyData):
+    """Batches that the orchestrator commits under `rollouts`."""
+
+    @property
+    def root(self) -> Path:
+        return self.config.output_dir / "rollouts"
 
     def exists(self, step: int) -> bool:
         return step in list_steps(self.root)
@@ -69,27 +69,23 @@ class RolloutData(StepSource):
                 raise WaitTimeout(subject, "orchestrator", timeout)
             time.sleep(_LOOK_SECONDS)  # bounded: a moment
 
-    def read(self, step: int) -> StepData:
-        return normalize(super().read(step), self.world, self.config.loss)
-
     def prepare(self, step: int) -> StepData:
         batch = open_batch(step_dir(self.root, step), check_bytes=self.world.is_main)
         if len(batch) == 0:
             raise UserError(f"{batch.directory} holds no samples")
-        mine = plan(batch.lengths, self.config.seq_len, self.world.size, self.costs)[self.world.rank]
-        wanted = [index for indices in mine for index in indices]
-        rows = dict(zip(wanted, batch.rows(wanted), strict=True))
-        for sample in rows.values():
-            check_tokens(sample, self.vocabulary)
-        documents = {i: document(row, self.config.loss.kl_coef > 0, self.routers) for i, row in rows.items()}
-        lengths = batch.lengths.tolist()
-        batches = micro_batches(mine, documents, len(STREAMS), self.world.device, self.routers)
-        by_group = self.config.loss.normalization == "group"
+
+        def documents(wanted: list[int]) -> Iterator[Document]:
+            for sample in batch.rows(wanted):
+                check_tokens(sample, self.vocabulary)
+                yield document(sample, self.config.loss.kl_coef > 0, self.routers)
+
+        lengths, by_group = batch.lengths.tolist(), self.config.loss.normalization == "group"
+        mine, batches = self.pack(lengths, self.config.seq_len, len(STREAMS), documents)
         group_of = batch.group_ids() if by_group else range(len(lengths))
         return grouped(StepData(batches, lengths, len(lengths)), group_of, mine)
 
 
-class FakeSamples(StepSource):
+class FakeSamples(PolicyData):
     """Random samples, the same for one seed on any number of ranks. Needs neither orchestrator nor model files.
 
     Lengths are all the same (`fixed`), or spread as those of real rollouts (`lognormal`: median 600, sigma 0.9). Each
@@ -98,20 +94,16 @@ class FakeSamples(StepSource):
 
     def __init__(self, config: TrainerConfig, world: World, source: Source) -> None:
         assert config.data.fake is not None
-        self.config, self.fake, self.vocabulary = config, config.data.fake, source.config.get_text_config().vocab_size
-        super().__init__(world, config.dist_timeout)
-
-    def read(self, step: int) -> StepData:
-        return normalize(super().read(step), self.world, self.config.loss)
+        self.fake = config.data.fake
+        super().__init__(config, world, source)
 
     def prepare(self, step: int) -> StepData:
-        lengths = self._lengths(step)
-        seq_len = self.config.seq_len
+        lengths, seq_len = self._lengths(step), self.config.seq_len
         if self.fake.lengths == "fixed":
             seq_len = min(seq_len, self.fake.micro_batch_size * lengths[0])
-        mine = plan(lengths, seq_len, self.world.size, self.costs)[self.world.rank]
-        documents = {i: self._document(step, i, lengths[i]) for indices in mine for i in indices}
-        batches = micro_batches(mine, documents, len(STREAMS), self.world.device, self.routers)
+        mine, batches = self.pack(
+            lengths, seq_len, len(STREAMS), lambda wanted: (self._document(step, i, lengths[i]) for i in wanted)
+        )
         return grouped(StepData(batches, lengths, len(lengths)), range(len(lengths)), mine)
 
     def _lengths(self, step: int) -> list[int]:

@@ -8,15 +8,9 @@ from runpy import run_module
 
 from prime_rl.config import TrainerConfig
 from prime_rl.config.trainer import WeightsConfig
-from prime_rl.trainer import training_loop
 from prime_rl.trainer.loss import describe, make_loss
 from prime_rl.trainer.rl.data import FakeSamples, RolloutData
 from prime_rl.trainer.training_loop import Recipe
-
-
-def train(config: TrainerConfig) -> None:
-    """Train on the rollouts of a run directory; see `training_loop.run`."""
-    training_loop.run(config, make_recipe)
 
 
 def make_recipe(config: TrainerConfig) -> Recipe:

@@ -17,8 +17,6 @@ from prime_rl.trainer.packing import (
     Document,
     StepData,
     StepSource,
-    micro_batches,
-    plan,
     rollout_lengths,
 )
 from prime_rl.trainer.parallel import World, agree, on_main
@@ -130,15 +128,15 @@ class RowData(StepSource):
     def prepare(self, step: int) -> StepData:
         """Return the next step. One thread calls this once a step, in order. Every rank packs all, keeps its share."""
         samples, taken, dropped = next(self._steps)
-        data, world = self.config.data, self.world
+        data = self.config.data
         loss_tokens = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
         lengths = [len(sample.input_ids) for sample in samples]
-        mine = plan(lengths, data.micro_batch_size * data.seq_len, world.size, self.costs)[world.rank]
-        documents = {}
-        for index in (index for indices in mine for index in indices):
-            ids, mask = samples[index].input_ids, samples[index].loss_mask
-            weights = np.full((STREAMS, len(ids)), 1.0 / loss_tokens, dtype=np.float32)
-            documents[index] = Document(ids, mask, 1.0, weights)
+
+        def documents(wanted: list[int]) -> Iterator[Document]:
+            for ids, mask in ((samples[index].input_ids, samples[index].loss_mask) for index in wanted):
+                yield Document(ids, mask, 1.0, np.full((STREAMS, len(ids)), 1.0 / loss_tokens, dtype=np.float32))
+
+        _, batches = self.pack(lengths, data.micro_batch_size * data.seq_len, STREAMS, documents)
         metrics = {
             "data/samples": len(lengths),
             "data/loss_tokens": loss_tokens,
@@ -146,7 +144,7 @@ class RowData(StepSource):
             "data/dropped_too_long": dropped["too_long"],
             "data/dropped_untrained": dropped["untrained"],
         }
-        return StepData(micro_batches(mine, documents, STREAMS, world.device), lengths, taken, metrics)
+        return StepData(batches, lengths, taken, metrics)
 
     def tokens(self, index: int) -> list[Tokens]:
         """The samples of a row. Raises UserError, with the row's number, for one that is malformed."""

@@ -8,15 +8,9 @@ from runpy import run_module
 
 from prime_rl.config import SFTConfig
 from prime_rl.config.trainer import WeightsConfig
-from prime_rl.trainer import training_loop
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.sft.rows import RowData
 from prime_rl.trainer.training_loop import Recipe
-
-
-def train(config: SFTConfig) -> None:
-    """Fine-tune on a dataset; see `training_loop.run`."""
-    training_loop.run(config, make_recipe)
 
 
 def make_recipe(config: SFTConfig) -> Recipe:
