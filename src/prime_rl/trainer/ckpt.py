@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from loguru import logger
 
 from prime_rl import faults
@@ -21,7 +20,7 @@ from prime_rl.errors import UserError
 from prime_rl.trainer import training_state
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.optim import ShardedOptimizer
-from prime_rl.trainer.parallel import World, agree, background_world, broadcast, on_main, sum_over_ranks
+from prime_rl.trainer.parallel import World, agree, background_world, on_main, sum_over_ranks
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport import checkpoints, incarnations
@@ -95,9 +94,7 @@ class Checkpoints:
         self._saved_at: float | None = None
         self._background = background_world(world, config.dist_timeout)
         self._copy = training_state.HostCopy(world.device)
-        # Pinned memory belongs to a thread's current GPU.
-        use_device = partial(torch.cuda.set_device, world.device) if world.device.type == "cuda" else None
-        self._thread = TaskThread("checkpoint", "the thread that writes it", config.dist_timeout, use_device)
+        self._thread = TaskThread("checkpoint", "the thread that writes it", config.dist_timeout, world.use_device)
 
     def choose(self, marked_finished: bool = False) -> bool:
         """Decide what to resume from, before anything is loaded or written. Rank 0 hashes it, within `dist_timeout`.
@@ -237,13 +234,11 @@ class Checkpoints:
         It is a checkpoint; without `ckpt` a run that was `stopped` saves a recovery checkpoint, to go on from here.
         """
         self.settle()
-        saved = on_main(self.world, lambda: checkpoints.steps_with(self.root, PART))
-        kind: Kind = "checkpoint"
-        if self.config is None:
-            saved, kind = on_main(self.world, lambda: list_steps(self.recovery)), "recovery checkpoint"
+        final = self._final(progress.step, "recovery checkpoint" if self.config is None else "checkpoint")
+        is_saved = on_main(self.world, lambda: final.is_dir())
         wanted = self.config is not None or (stopped and self.recovery_interval is not None)
-        if wanted and progress.step > 0 and progress.step not in saved:
-            self._write(self._state(), progress, self._final(progress.step, kind))
+        if wanted and progress.step > 0 and not is_saved:
+            self._write(self._state(), progress, final, lambda: True)
 
     def close(self) -> None:
         """Let the thread finish its work, for at most `dist_timeout`, and log what failed."""
@@ -336,16 +331,12 @@ class Checkpoints:
         return step_dir(self.recovery, step)
 
     def _write(
-        self,
-        state: training_state.State,
-        progress: Progress,
-        final: Path,
-        dependencies_committed: Callable[[], bool] = lambda: True,
+        self, state: training_state.State, progress: Progress, final: Path, dependencies_committed: Callable[[], bool]
     ) -> None:
         """Write and commit `state`, in any thread. Rank 0 hashes its files within `dist_timeout`; the others wait."""
         began, world = time.monotonic(), self._background
         self._copy.synchronize()
-        nonce = broadcast(world, secrets.token_hex(8))
+        nonce = on_main(world, lambda: secrets.token_hex(8))
         stage = agree(world, lambda: Stage(final, nonce))
         extra = {"progress": asdict(progress), "incarnation": self.incarnation, "base": self.base}
         with stage:

@@ -76,31 +76,28 @@ def describe(sums: Sequence[float]) -> dict[str, float]:
 
     A mean over no tokens is left out.
     """
-    numbers = iter(sums)
-    loss, ref_kl_tokens, ref_kl_sum, nll_tokens, nll = (next(numbers) for _ in range(1 + len(_COMPONENTS)))
-    groups = {name: [next(numbers) for _ in ("tokens", *_VALUES)] for name in _GROUPS}
-    low, high = (next(numbers) for _ in _COUNTS)
-    metrics = {"loss/mean": float(loss)}  # divided by the global count already
-    tokens, *totals = groups["mask"]
-    for value, total, largest in zip(_VALUES, totals, numbers, strict=True) if tokens else ():
+    groups = (f"{value}/{group}" for group in _GROUPS for value in ("tokens", *_VALUES))
+    largest = (f"{value}/largest" for value in _VALUES)
+    total = dict(zip(("loss", *_COMPONENTS, *groups, *_COUNTS, *largest), sums, strict=True))
+    metrics = {"loss/mean": float(total["loss"])}  # divided by the global count already
+    tokens, kept, dropped = (total[f"tokens/{group}"] for group in _GROUPS)
+    for value in _VALUES if tokens else ():
         name = f"{value}/all" if value in ("entropy", "mismatch_kl") else value
         offset = value == "importance_ratio"  # of which the distance from 1 is added up
-        metrics |= {f"{name}/mean": offset + total / tokens, f"{name}/max": offset + largest}
-    if tokens:  # the two means that the console shows
         metrics |= {
-            name: metrics[f"{name.removesuffix('/mean')}/all/mean"] for name in ("entropy/mean", "mismatch_kl/mean")
+            f"{name}/mean": offset + total[f"{value}/mask"] / tokens,
+            f"{name}/max": offset + total[f"{value}/largest"],
         }
-    counts = {name: row[0] for name, row in groups.items()}
-    mismatches = {name: row[1 + _VALUES.index("mismatch_kl")] for name, row in groups.items()}
-    dropped, acting = counts["dropped"], counts["kept"] + counts["dropped"]
+    if tokens:  # the two means that the console shows
+        metrics |= {f"{value}/mean": metrics[f"{value}/all/mean"] for value in ("entropy", "mismatch_kl")}
     fractions = {
-        "masked_mismatch_kl": (mismatches["dropped"], dropped),
-        "unmasked_mismatch_kl": (mismatches["kept"], counts["kept"]),
-        "is_masked": (dropped, acting),
-        "is_masked_low": (low, acting),
-        "is_masked_high": (high, acting),
-        "ref_kl": (ref_kl_sum, ref_kl_tokens),
-        "nll": (nll, nll_tokens),
+        "masked_mismatch_kl": (total["mismatch_kl/dropped"], dropped),
+        "unmasked_mismatch_kl": (total["mismatch_kl/kept"], kept),
+        "is_masked": (dropped, kept + dropped),
+        "is_masked_low": (total["low"], kept + dropped),
+        "is_masked_high": (total["high"], kept + dropped),
+        "ref_kl": (total["ref_kl"], total["ref_kl_tokens"]),
+        "nll": (total["nll"], total["nll_tokens"]),
     }
     return metrics | {f"{name}/mean": part / count for name, (part, count) in fractions.items() if count > 0}
 

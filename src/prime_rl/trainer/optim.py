@@ -117,7 +117,7 @@ class ParameterGroup:
         self._device = local_part(parameters[0]).device
         self._buffers = [torch.zeros(total, device="cpu" if host else self._device) for _ in names]
         if not host:
-            self._resident = [self._items(chunk, self._buffers, 0) for chunk in self.chunks]
+            self._resident = [self._items(chunk, self._kept(chunk)) for chunk in self.chunks]
             return
         self._module = torch.get_device_module(self._device)  # torch.cpu's streams do nothing
         self._inbound, self._outbound = self._module.Stream(self._device), self._module.Stream(self._device)
@@ -148,11 +148,11 @@ class ParameterGroup:
         for i, chunk in enumerate(self.chunks):
             slot = slots[i % _UNDER_WAY]
             computing.wait_event(arrived[i])
-            yield self._items(chunk, slot, self._range(chunk)[0])
+            yield self._items(chunk, slot)
             self._outbound.wait_stream(computing)
             with self._module.stream(self._outbound):
-                for inside, outside in self._pairs(chunk, slot):
-                    outside.copy_(inside, non_blocking=True)
+                for inside, outside in zip(slot, self._kept(chunk), strict=True):
+                    outside.copy_(inside[: len(outside)], non_blocking=True)
             if i + _UNDER_WAY < len(self.chunks):
                 self._inbound.wait_stream(self._outbound)
                 arrived.append(self._bring(self.chunks[i + _UNDER_WAY], slot))
@@ -162,21 +162,23 @@ class ParameterGroup:
         if self._host and self._device.type == "cuda":
             self._outbound.synchronize()
 
-    def _items(self, chunk: list[Elements], buffers: list[Tensor], begin: int) -> Chunk:
-        """`buffers` hold the states from element `begin` on."""
-        items = []
+    def _items(self, chunk: list[Elements], states: list[Tensor]) -> Chunk:
+        """A chunk's parameters, each with its own part of the chunk's `states`."""
+        items, begin = [], self._offsets[chunk[0].parameter] + chunk[0].start
         for elements in chunk:
             start, end = (self._offsets[elements.parameter] + edge - begin for edge in (elements.start, elements.end))
-            items.append(Item(elements, [buffer[start:end] for buffer in buffers]))
+            items.append(Item(elements, [state[start:end] for state in states]))
         return items
 
-    def _range(self, chunk: list[Elements]) -> tuple[int, int]:
-        first, last = chunk[0], chunk[-1]
-        return self._offsets[first.parameter] + first.start, self._offsets[last.parameter] + last.end
+    def _kept(self, chunk: list[Elements]) -> list[Tensor]:
+        """A chunk's states in the buffers, where they lie together."""
+        begin = self._offsets[chunk[0].parameter] + chunk[0].start
+        end = self._offsets[chunk[-1].parameter] + chunk[-1].end
+        return [buffer[begin:end] for buffer in self._buffers]
 
     def _slot(self) -> list[Tensor]:
         """Room on the device for the longest chunk."""
-        longest = max(end - begin for begin, end in map(self._range, self.chunks))
+        longest = max(len(self._kept(chunk)[0]) for chunk in self.chunks)
         slot = [torch.empty(longest, device=self._device) for _ in self._names]
         for tensor in slot if self._device.type == "cuda" else ():
             tensor.record_stream(self._inbound)
@@ -186,14 +188,9 @@ class ParameterGroup:
     def _bring(self, chunk: list[Elements], slot: list[Tensor]) -> Any:
         """Begin to copy a chunk's states into `slot`; return the event of their arrival."""
         with self._module.stream(self._inbound):
-            for inside, outside in self._pairs(chunk, slot):
-                inside.copy_(outside, non_blocking=True)
+            for inside, outside in zip(slot, self._kept(chunk), strict=True):
+                inside[: len(outside)].copy_(outside, non_blocking=True)
         return self._inbound.record_event()
-
-    def _pairs(self, chunk: list[Elements], slot: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        begin, end = self._range(chunk)
-        for inside, buffer in zip(slot, self._buffers, strict=True):
-            yield inside[: end - begin], buffer[begin:end]
 
 
 def _aligned(elements: int) -> int:

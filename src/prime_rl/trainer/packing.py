@@ -223,7 +223,7 @@ class StepSource:
     def __init__(self, world: World, seconds: float) -> None:
         self.world, self.costs = world, Costs()
         self.routers: Routers | None = None  # of a model that replays the engine's choice; set before the first `read`
-        self._thread = TaskThread("data", "the thread that prepares it", seconds)
+        self._thread = TaskThread("data", "the thread that prepares it", seconds, world.use_device)
         self._submitted: int | None = None  # the step that the thread is at
         self._requested = Event()
         self._closed = False
@@ -288,8 +288,6 @@ class StepSource:
             self._thread.submit(f"data of step {step}", lambda: self._work(step))
 
     def _work(self, step: int) -> StepData | None:
-        if self.world.device.type == "cuda":  # pinned memory belongs to the thread's current GPU
-            torch.cuda.set_device(self.world.device)
         while not self.exists(step):
             if self._requested.wait(_POLL_SECONDS):  # bounded: `read` or `close` requests it
                 break

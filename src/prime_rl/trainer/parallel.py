@@ -54,6 +54,10 @@ class World:
         """Whether this rank writes its rows to disk: what replicas have in common is written by the first."""
         return self.rank < self.shards
 
+    def use_device(self) -> None:
+        """Make the device a new thread's current one, to which memory that the thread pins belongs."""
+        torch.get_device_module(self.device).set_device(self.device)
+
 
 def init_world(device: str, timeout: float, replicate: int = 1) -> World:
     """Join the process group that torchrun's variables describe, or make one of a single process when there are none.
@@ -126,13 +130,8 @@ def sum_over_ranks(world: World, values: Sequence[float]) -> list[float]:
 # Values travel between ranks as JSON: what arrives is data, never code. (torch's own object collectives unpickle.)
 
 
-def broadcast(world: World, value: T | None) -> T:
-    """Rank 0's value, on every rank. JSON's types only: tuples arrive as lists, keys as strings."""
-    return gather(world, value if world.is_main else None)[0]  # type: ignore[return-value]
-
-
 def gather(world: World, value: T) -> list[T]:
-    """Every rank's value, in the order of ranks, on every rank. JSON's types only."""
+    """Every rank's value, in the order of ranks, on every rank. Of JSON's types: tuples become lists, keys strings."""
     if world.size == 1:
         return [value]
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -151,7 +150,7 @@ def on_main(world: World, action: Callable[[], T]) -> T:
     A UserError or CommitError there is raised as UserError on every rank. The others wait in a collective meanwhile, so
     `action` must end within its timeout.
     """
-    return broadcast(world, agree(world, lambda: action() if world.is_main else None))  # type: ignore[return-value]
+    return gather(world, agree(world, lambda: action() if world.is_main else None))[0]  # type: ignore[return-value]
 
 
 def agree(world: World, action: Callable[[], T]) -> T:

@@ -6,7 +6,6 @@ the trainer's memory (`transport/exchange.py`), and versions that must be durabl
 
 import time
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -238,8 +237,8 @@ class WeightPublisher:
         """Offer a version, and commit a manifest that names the publisher."""
         began, copies, publisher = time.perf_counter(), self._copies, self._publisher
         assert publisher is not None
-        stream = torch.cuda.Stream(copies.buffer.device) if copies.buffer.is_cuda else None
-        with nullcontext() if stream is None else torch.cuda.stream(stream):  # not behind what the training computes
+        module = torch.get_device_module(copies.buffer.device)
+        with module.stream(module.Stream(copies.buffer.device)):  # not behind what the training computes
             sums = checksums(copies.buffer, copies.ranges)
         summed = time.perf_counter()
         tensors = {name: replace(entry, checksum=sums[name]) for name, entry in copies.tensors.items()}
