@@ -1,5 +1,6 @@
 """Base classes of all configuration: sections, settings common to all entrypoints, and contradictions of settings."""
 
+import difflib
 import os
 import re
 from collections.abc import Iterator
@@ -193,6 +194,28 @@ def find(root: type[Section], keys: Keys) -> Setting | None:
         if setting.takes(dict) and setting.keys == path[: len(setting.keys)]:
             around = around or setting._replace(kinds=(Any,))
     return around
+
+
+def nearest(root: type[Section], keys: Keys) -> Keys | None:
+    """The setting that `keys` probably meant: the same elsewhere, one so described, an abbreviated or a similar one."""
+    start = next(length for length in range(len(keys)) if find(root, keys[: length + 1]) is None)
+    single = [setting for setting in settings(root) if "N" not in setting.keys]
+    rest = (keys[start].removeprefix("no_"), *keys[start + 1 :])
+    word, described = "_".join(rest), f"{' '.join(rest).replace('_', ' ').capitalize()}."
+    same = [setting.keys for setting in single if setting.keys[-len(rest) :] == rest]
+    if same := same or [setting.keys for setting in single if setting.field.description == described]:
+        return min(same, key=lambda path: (-len({*path} & {*keys}), len(path)))
+    below = [one.keys[start:] for one in settings(root) if one.keys[:start] == generic(keys[:start])]
+    names = {"_".join(path): path for path in below if "N" not in path}
+    initials = {name: "".join(part[:1] for part in name.split("_")) for name in names}
+    longer = [name for name in names if name.startswith(word) or initials[name].startswith(word)] if word[1:] else []
+    close = sorted(longer, key=len) or difflib.get_close_matches(word, names, n=1, cutoff=0.7)
+    if close:
+        return (*keys[:start], *names[close[0]])
+    # A dict has keys of its own: only its name can be compared.
+    dicts = [one.keys[start] for one in settings(root) if one.keys[:-1] == generic(keys[:start]) and one.takes(dict)]
+    similar = difflib.get_close_matches(keys[start], dicts, n=1, cutoff=0.7)
+    return (*keys[:start], *similar, *keys[start + 1 :]) if similar else None
 
 
 def is_index(key: str) -> bool:

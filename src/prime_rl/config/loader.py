@@ -31,9 +31,10 @@ from prime_rl.config.base import (
     generic,
     has_mark,
     is_index,
+    nearest,
     settings,
 )
-from prime_rl.config.migration import OLDER, current_file
+from prime_rl.config.migration import GONE, OLDER, current_file
 from prime_rl.errors import say
 from prime_rl.redact import without_password
 
@@ -133,23 +134,6 @@ def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> t
         if table.problems:
             raise ConfigError(*table.problems)
     return config, table.hints
-
-
-def nearest(root: type[Section], keys: Keys) -> Keys | None:
-    """The setting that `keys` probably meant: the same elsewhere, one so described, an abbreviated or a similar one."""
-    start = next(length for length in range(len(keys)) if find(root, keys[: length + 1]) is None)
-    single = [setting for setting in settings(root) if "N" not in setting.keys]
-    rest = (keys[start].removeprefix("no_"), *keys[start + 1 :])
-    word, described = "_".join(rest), f"{' '.join(rest).replace('_', ' ').capitalize()}."
-    same = [setting.keys for setting in single if setting.keys[-len(rest) :] == rest]
-    if same := same or [setting.keys for setting in single if setting.field.description == described]:
-        return min(same, key=lambda path: (-len({*path} & {*keys}), len(path)))
-    below = [one.keys[start:] for one in settings(root) if one.keys[:start] == generic(keys[:start])]
-    names = {"_".join(path): path for path in below if "N" not in path}
-    initials = {name: "".join(part[:1] for part in name.split("_")) for name in names}
-    longer = [name for name in names if name.startswith(word) or initials[name].startswith(word)] if word[1:] else []
-    close = sorted(longer, key=len) or difflib.get_close_matches(word, names, n=1, cutoff=0.7)
-    return (*keys[:start], *names[close[0]]) if close else None
 
 
 def in_section(keys: Keys) -> Keys:
@@ -488,6 +472,8 @@ def _unknown(cls: type[Section], table: Table, keys: Keys) -> str:
         return f"{unknown}: only `rl` has a section `{keys[0]}`; give {its} to the command `{keys[0]}`"
     if tags:
         return f"{unknown} of this type; it belongs to type {', '.join(tags)}"
+    if fates := [fate for name, fate in GONE.items() if f".{name}." in f".{'.'.join(keys)}."]:
+        return f"{unknown}: it was {fates[0]}"
     near = nearest(cls, keys)
     return unknown if near is None else f"{unknown}; did you mean {spell(near, entry.kind)}?"
 

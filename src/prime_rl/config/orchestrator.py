@@ -294,9 +294,7 @@ class OrchestratorConfig(RecoverableRun, Environments[TrainingEnv]):
     batch_size: PositiveInt = option(128, "Rollouts per step.")
     rollouts_per_example: PositiveInt = option(16, "Attempts at one task; divides batch_size.")
     seq_len: PositiveInt = option(2048, "Most tokens of one sample.")
-    max_off_policy_steps: NonNegativeInt = option(
-        8, "Most steps between the oldest token of a sample and training on it."
-    )
+    max_off_policy_steps: NonNegativeInt = option(8, "Most steps from a sample's oldest token to training on it.")
     max_concurrent: PositiveInt | None = option(None, "Most episodes in flight (None: batch_size x (async_level + 1)).")
     renderer: str = option("auto", "Renderer of chats: auto, default, chatml, or a name that renderers has.")
     algorithm: AlgorithmConfig = option(GRPO, "What an episode is worth, compared with others.", discriminator="type")
@@ -360,7 +358,6 @@ class OrchestratorConfig(RecoverableRun, Environments[TrainingEnv]):
 
     def in_use(self, name: Literal["algorithm", "filters"]) -> list[tuple[Any, str]]:
         """The values of a setting that environments may have of their own, each with its key."""
-        own = [
-            (getattr(env, name), f"environments.{env.name}.{name}") for env in self.environments if getattr(env, name)
-        ]
+        values = [(getattr(env, name), f"environments.{env.name}.{name}") for env in self.environments]
+        own = [(value, key) for value, key in values if value]
         return [*([(getattr(self, name), name)] if len(own) < len(self.environments) else []), *own]

@@ -45,6 +45,9 @@ class RLConfig(RecoverableRun):
     def checks(self) -> Checks:
         trainer, orchestrator, loss = self.trainer, self.orchestrator, self.trainer.loss
         resumes = self.ckpt is not None and self.ckpt.resume_step is not None
+        reply, context = orchestrator.sampling.max_tokens, self.inference.max_model_len if self.inference else None
+        room = f"<orchestrator.sampling.max_tokens> {reply} leaves no room for a prompt within"
+        yield conflict(reply and context and reply >= context, f"{room} <inference.max_model_len> {context}")
         lengths = f"<orchestrator.seq_len> {orchestrator.seq_len} exceeds <trainer.seq_len> {trainer.seq_len}"
         yield conflict(orchestrator.seq_len > trainer.seq_len, f"{lengths}: samples would not fit a micro-batch")
         both = "<recover> goes on from the newest state, <ckpt.resume_step> from a checkpoint: give one of them"

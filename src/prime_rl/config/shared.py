@@ -108,9 +108,8 @@ def _is_address(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{without_password(url)!r} does not start with http:// or https://")
     if is_secret("", url):
-        raise ValueError(
-            "holds a password, which would be written and shown: put the key into the variable api_key_var"
-        )
+        shown = "holds a password, which would be written and shown"
+        raise ValueError(f"{shown}: put the key into the variable api_key_var")
     try:
         _ = urlsplit(api_root(url)).port
     except ValueError as error:

@@ -53,6 +53,14 @@ $ trainer --pp.rank 4
 $ trainer --monitor.wandb.id a --orchestrator.monitor.wandb.id b
   --orchestrator.monitor.wandb.id names no setting: only `rl` has a section `orchestrator`; give
     --monitor.wandb.id to the command `orchestrator`
+$ trainer --optim.match-rms true
+  --optim.match-rms names no setting: it was removed: updates of muon have AdamW's size and lr
+$ orchestrator --environments.0.id x --environments.0.requirements y --canary false
+  --environments.0.requirements names no setting: it was removed: name an interpreter that has them in python
+  --canary names no setting: it was renamed to logprob_check
+$ inference --vlm.max-num-seqs 4 --foo.max-num-seqs 4
+  --vlm.max-num-seqs names no setting; did you mean --vllm.max-num-seqs?
+  --foo.max-num-seqs names no setting
 # wrong values
 $ trainer --optim.lr true
   optim.lr: must be a valid number, got 'true' (--optim.lr)
@@ -158,6 +166,10 @@ $ orchestrator --environment.id x --max-off-policy-steps 1 --async-level 2
 $ orchestrator --environment.id x --sampling.max-tokens 2048
   sampling.max_tokens 2048 leaves no room for a prompt within seq_len 2048 (sampling.max_tokens:
     --sampling.max-tokens)
+$ rl --orchestrator.environment.id x --orchestrator.sampling.max-tokens 256 --inference.max-model-len 256
+  orchestrator.sampling.max_tokens 256 leaves no room for a prompt within inference.max_model_len 256
+    (orchestrator.sampling.max_tokens: --orchestrator.sampling.max-tokens, inference.max_model_len:
+    --inference.max-model-len)
 $ sft --data.micro-batch-size 3
   data: micro_batch_size 3 does not divide batch_size 128 (micro_batch_size: --data.micro-batch-size)
 $ trainer --data.fake.seq-len 9999
