@@ -19,6 +19,7 @@ from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import INDEX, no_tensors_message, read_header
 
 _GIB = 1 << 30
+_HUB_SECONDS = 10.0
 _TINY_GIB, _TINY_CACHE_GIB = 0.1, 4.0
 
 
@@ -28,9 +29,8 @@ def check(config: InferenceConfig, engine: Engine) -> None:
     # Development routes would shadow ours; the server in Rust has neither our routes nor their guard.
     for name in ("VLLM_SERVER_DEV_MODE", "VLLM_USE_RUST_FRONTEND"):
         if os.environ.get(name, "0") not in ("", "0"):
-            raise UserError(
-                f"{name}={os.environ[name]} opens routes that no key guards, or hides /update_weights: unset it"
-            )
+            opens = "opens routes that no key guards, or hides /update_weights"
+            raise UserError(f"{name}={os.environ[name]} {opens}: unset it")
     if config.router_replay:
         caches = config.vllm.get("enable_prefix_caching", engine.device == "cuda" and not config.deterministic)
         if why := why_no_choices(engine, prefix_caching=caches, pipeline=config.pipeline_parallel_size):
@@ -79,6 +79,23 @@ def model_directory(name: str, revision: str | None = None) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
+def check_hub(name: str, revision: str | None = None) -> None:
+    """Check that the hub can be asked for a model that is not in its cache: vLLM would try for half a minute."""
+    if model_directory(name, revision) is not None or os.environ.get("VLLM_USE_MODELSCOPE", "").lower() == "true":
+        return
+    import httpx
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    try:
+        HfApi().model_info(name, timeout=_HUB_SECONDS)
+    except (httpx.TransportError, OfflineModeIsEnabled) as error:
+        looked = f"model.name: {name} is neither a local directory nor in the hub's cache"
+        raise UserError(f"{looked}, and {constants.ENDPOINT} cannot be reached ({error}): give a directory") from error
+    except (HfHubHTTPError, HFValidationError):  # vLLM says what is wrong with the name
+        return
+
+
 def _indexed(model: Path) -> set[str]:
     """The files that a model's index lists; none without an index."""
     return set(read_json(model / INDEX).get("weight_map", {}).values()) if (model / INDEX).is_file() else set()
@@ -124,9 +141,8 @@ def claim_port(host: str, port: int, option: str = "--server.port") -> socket.so
         claim.close()
         in_use = error.errno == errno.EADDRINUSE
         why = "is in use" if in_use else f"cannot be used on {host} ({error.strerror or error})"
-        raise UserError(
-            f"port {port} {why}: stop what listens or still loads there, or choose another with {option}"
-        ) from error
+        advice = f"stop what listens or still loads there, or choose another with {option}"
+        raise UserError(f"port {port} {why}: {advice}") from error
     return claim
 
 

