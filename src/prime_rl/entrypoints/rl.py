@@ -51,9 +51,11 @@ def _parity(name: str, config: ParityConfig) -> None:
         return show(config, "parity", f"samples and scores are written to {directory}")
     directory.mkdir(parents=True, exist_ok=True)
     if config.client is not None:
+        say(f"sampling {config.replies} replies from {config.client.servers}")
         asyncio.run(parity.sample(config, directory))
     elif outcome := parity.serve_and_sample(config, directory).value:
         sys.exit(outcome)
+    say("loading the model to score them by the trainer")
     from prime_rl.trainer.parity_scorer import score
 
     sys.exit(0 if score(config, directory) else 1)

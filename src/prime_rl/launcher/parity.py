@@ -38,7 +38,7 @@ def serve_and_sample(config: ParityConfig, directory: Path) -> RunOutcome:
     processes.append(ProcessSpec(SAMPLER, ask, logs / f"{SAMPLER}.log", env, after_ready=(SERVER,)))
     for process in processes:
         forget_status(directory, process.name)
-    say(f"starting {SERVER}, {SAMPLER}; logs in {logs}")
+    say(f"starting {SERVER}, then {SAMPLER}, for {config.replies} replies; logs in {logs}")
     return Supervisor(processes, directory, say).run()
 
 

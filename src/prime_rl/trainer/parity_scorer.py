@@ -67,6 +67,7 @@ def score(config: ParityConfig, directory: Path) -> bool:
     policy, trained = build_policy(source, settings, world, tokens=len(batch.input_ids)), list[Tensor]()
     _record(policy.lm.model.layers if config.layers else (), trained)
     pairs = dict[str, tuple[Tensor, Tensor]]()
+    say("scoring by the trainer")
     old = torch.from_numpy(np.concatenate([np.array(logprobs, dtype=np.float32) for _, _, logprobs, *_ in samples]))
     if config.router_replay:
         pairs[OWN_CHOICE] = old, policy(to_device(batch, world.device))[0].cpu()
@@ -80,6 +81,7 @@ def score(config: ParityConfig, directory: Path) -> bool:
 
     def own(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         """By transformers, one document at a time, with logits and its own attention; and the outputs of layers."""
+        say(f"scoring by transformers' own forward in {dtype}")
         more: Any = {"attn_implementation": "eager", "trust_remote_code": source.trust_remote_code}
         lm = AutoModelForCausalLM.from_pretrained(source.directory, dtype=dtype, **more).to(world.device).eval()
         logprobs, outputs = list[Tensor](), list[Tensor]()
