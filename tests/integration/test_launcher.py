@@ -148,6 +148,7 @@ def test_restarts_are_bounded(launch: Start) -> None:
     assert "starting it again in 0.2 s (restart 1 of" in out
     assert "starting it again in 0.4 s (restart 2 of" in out
     assert "trainer was started again 2 times without the run getting any further: giving up" in out
+    assert "restarts: {'trainer': 2}" in out
     assert "RuntimeError: incarnation 3" in out
     all_gone(run.pids())
 

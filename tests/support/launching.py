@@ -36,6 +36,7 @@ try:
         supervisor = Supervisor(processes, root, console.say, console.look, RestartPolicy(**json.loads(sys.argv[4])))
         status = supervisor.run().value
         console.look()
+        console.say(f"restarts: {supervisor.restarts}")
 except UserError as error:
     print(f"error: {error}")
     status = 1

@@ -44,7 +44,8 @@ class Console:
         self._watch = LimitWatch(output_dir, since=self._began)
         self._watch.read()  # a resumed trainer takes batches that were made, and reported, in an earlier incarnation
         self._updates: dict[int, Row] = {}  # the trainer's rows that have no line yet
-        self._step_ends: list[float] = []  # unix times
+        self._step_ends: list[float] = []  # unix times, since
+        self._steady = 0.0  # the last process was ready: before, steps waited for its start
         self.steps: set[int] = set()
 
     def say(self, text: str) -> None:
@@ -54,6 +55,7 @@ class Console:
         for name, status in read_status(self._output_dir).items():
             if "." not in name and name != LAUNCHER:  # no rank but the first
                 self._show(status)
+                self._steady = max(self._steady, status.ready or 0.0)
         for line in [] if self._bench else self.step_lines():
             self.say(line)
 
@@ -95,7 +97,8 @@ class Console:
     def _step_line(self, step: int, orchestrator: Row, trainer: Row) -> str:
         """`Step 3 [4/20] | reward 0.312 | …`: the number counts from 0, the brackets say how many are done."""
         self.steps.add(step)
-        self._step_ends = [*self._step_ends[-_ETA_STEPS:], trainer["time"]]
+        ends = [*self._step_ends[-_ETA_STEPS:], trainer["time"]]
+        self._step_ends = [end for end in ends if end >= self._steady]
         row = {**trainer, **{key: orchestrator[key] for key in ("reward/mean",) if key in orchestrator}}
         parts = [f"Step {step} [{step + 1}/{self._max_steps}]" if self._max_steps else f"Step {step} [{step + 1}]"]
         parts += [form.format(row[key]) for key, form in _STEP_METRICS.items() if key in row]

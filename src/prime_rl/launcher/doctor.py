@@ -1,9 +1,11 @@
 """`rl doctor RUN`: what a run is doing, who waits for whom, what keeps it from going on. Reads files and /proc only."""
 
+import os
 import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from prime_rl.launcher.supervise import RestartPolicy, log_tail, stall_reason
 from prime_rl.monitor import read_status
 from prime_rl.monitor.limits import LimitWatch
 from prime_rl.monitor.status import GONE_SECONDS, ProcessStatus
-from prime_rl.processes import read, this_host
+from prime_rl.processes import read, table, this_host
 from prime_rl.transport import checkpoints
 
 _JOBS = ("trainer", "orchestrator", "sft", "eval")
@@ -50,7 +52,7 @@ def examine(run: Path) -> int:
     names = [name for job in (*_JOBS, SERVER) for name in sorted(known) if re.split("[.-]", name)[0] == job]
     rows = [("run", str(run)), ("launcher", launcher)]
     for name in names:
-        texts = _describe(statuses[name]) if name in statuses else ["no report"]
+        texts = _describe(statuses[name]) if name in statuses else [_unreported(name, claim)]
         rows += [(name.replace(".", " "), texts[0]), *(("", text) for text in texts[1:])]
     state, sentence = _diagnose(run, launcher, {name: statuses[name] for name in names if name in statuses})
     rows += _progress(run)
@@ -70,6 +72,17 @@ def _describe(status: ProcessStatus) -> list[str]:
     line, wait = f"{status.doing}; pid {status.pid}; last progress {_ago(status.progress)}", status.waiting
     waits = [] if wait is None else [f"waits for {wait} (gives up in {minutes(max(0.0, wait.deadline - time.time()))})"]
     return [f"{_process_state(status):<11}{line}", *(f"{'':<11}{text}" for text in waits)]
+
+
+def _unreported(name: str, claim: ProcessStatus | None) -> str:
+    """Describe a process without a status: `rl` removes that before it starts one again, with its file as argument."""
+    launcher = claim.pid if claim is not None and _process_state(claim) == _ALIVE else None
+    for child in table().values():
+        with suppress(OSError):  # it has ended since
+            if child.parent == launcher and f"/{name}.toml" in Path(f"/proc/{child.id.pid}/cmdline").read_text():
+                age = time.clock_gettime(time.CLOCK_BOOTTIME) - child.id.started / os.sysconf("SC_CLK_TCK")
+                return f"{_ALIVE:<11}started {age:.0f} s ago, has not reported yet"
+    return "no report"
 
 
 def _fault(name: str, status: ProcessStatus) -> str | None:
@@ -102,10 +115,8 @@ def _diagnose(run: Path, launcher: str, statuses: Mapping[str, ProcessStatus]) -
     if alive or launcher not in ("not running", _DEAD):
         if faults:
             return RunState.STUCK, "; ".join(faults)
-        doing = {
-            name: f"waits for {one.waiting}" if one.waiting else one.outcome or one.phase for name, one in ranks.items()
-        }
-        return RunState.RUNS, "; ".join(f"{name}: {text}" for name, text in doing.items())
+        doing = [f"waits for {one.waiting}" if one.waiting else one.outcome or one.phase for one in ranks.values()]
+        return RunState.RUNS, "; ".join(f"{name}: {text}" for name, text in zip(ranks, doing, strict=True))
     goes_on = " (`rl … --recover` goes on from what is committed)" if rundir.results(run) else ""
     if launcher == _DEAD and not any((status.outcome or "").startswith("failed") for status in ranks.values()):
         killed = "rl ended without a last word (killed, or the host went down), and everything with it"

@@ -17,6 +17,7 @@ from prime_rl.monitor import read_status
 from prime_rl.monitor.monitor import bench_table, check_wandb, metrics_path, read_metrics
 from prime_rl.orchestrator.checkpoint import resume_point
 from prime_rl.transport.commit import list_steps
+from prime_rl.transport.weights import REFERENCE_TOKENS
 from prime_rl.wait import WaitTimeout, wait
 
 _PORT_SECONDS = 3.0
@@ -75,6 +76,10 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
     console.say(f"starting {names}; logs in {output_dir / 'logs'}")
     if sys.dont_write_bytecode:
         console.say("PYTHONDONTWRITEBYTECODE is set: every process compiles what it imports, 10 to 20 s of each start")
+    if config.trainer.device == "auto" and not any(process.gpus for process in plan.processes):
+        parts = {"trainer": config.trainer, "vLLM's server": config.inference}
+        types = [f"{name} ({part.model.dtype.replace('auto', 'float32')})" for name, part in parts.items() if part]
+        console.say(f"no GPU was found (device = auto): on CPUs, which are slow, run {' and '.join(types)}")
     for server in plan.servers:
         if server.port is None:
             console.say(f"an inference server is expected at {server.url}: {how_to_start(server.url)}")
@@ -88,6 +93,8 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
     steps = len(read_metrics(metrics_path(output_dir, "trainer"))) if bench else len(console.steps)
     made = f"{steps} step{'' if steps == 1 else 's'}"
     console.say(f"{words[outcome]}: {made} in {minutes(time.time() - began)}")
+    if again := ", ".join(f"{name} {count} x" for name, count in supervisor.restarts.items()):
+        console.say(f"started again: {again}")
     if bench or outcome is not RunOutcome.FAILURE:
         tables = [bench_table(output_dir, process) for process in ("trainer", "orchestrator") if bench]
         for text in tables or console.summary():
@@ -117,6 +124,9 @@ def _check(config: RLConfig) -> None:
     check_wandb(config.trainer.monitor.wandb, config.orchestrator.monitor.wandb)
     if config.inference is not None:
         guarded_host(config.inference)
+        room, needed = config.inference.max_model_len, REFERENCE_TOKENS + 1
+        if config.orchestrator.logprob_check and room is not None and room < needed:
+            raise UserError(f"inference.max_model_len {room}: the fixed prompt of the logprob check needs {needed}")
     else:
         preflight.check_key(config.orchestrator.client)
     orchestrator = config.orchestrator

@@ -154,6 +154,7 @@ class Supervisor:
 
     Attributes:
         failures: How the processes ended that made the run fail, and the ends of their logs.
+        restarts: How often each process was started again.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class Supervisor:
         self._interrupted_at = -math.inf
         self._drain_deadline: float | None = None
         self.failures: list[str] = []
+        self.restarts: dict[str, int] = {}
 
     def run(self, signals: bool = True) -> RunOutcome:
         """Block until the run is over and its processes are stopped. `signals`: handle them (main thread only)."""
@@ -210,6 +212,8 @@ class Supervisor:
                 # A server that never serves ends the run, or the run goes on without it.
                 may_start = all(other.was_ready or other.state is ChildState.ENDED for other in awaited)
                 if child.state is ChildState.PENDING and time.monotonic() >= child.due and may_start:
+                    if awaited:
+                        self._say(f"starting {child.name}")
                     child.start(self._environ)
             if (outcome := self._look()) is not None:
                 return outcome
@@ -303,12 +307,9 @@ class Supervisor:
         if final or child.restarts > most:
             self._report(child, reason)
             if most and not final:
-                self._say(
-                    f"error: {name} was started again {most} times without the run getting any further: giving up"
-                )
-            others = [
-                each.name for each in self._children.values() if each.server and each.state is not ChildState.ENDED
-            ]
+                times = f"{most} times without the run getting any further"
+                self._say(f"error: {name} was started again {times}: giving up")
+            others = [one.name for one in self._children.values() if one.server and one.state is not ChildState.ENDED]
             if child.server is None or not others or not most:
                 return False
             self._say(f"the run goes on without {name}, on {', '.join(others)}")
@@ -316,6 +317,7 @@ class Supervisor:
         seconds = backoff_seconds(child.restarts, self._policy.backoff, _MAX_BACKOFF_SECONDS)
         recover = child.was_ready and child.is_job
         child.state, child.due = ChildState.PENDING, time.monotonic() + seconds
+        self.restarts[name] = self.restarts.get(name, 0) + 1
         child.options = (RECOVER,) if recover and RECOVER not in child.spec.argv else ()
         forget_status(self._output_dir, name)
         if reason.startswith("failed") and words:

@@ -1,6 +1,7 @@
 """Console lines from metrics files: one line per step once both sides have it, evals, a summary."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from prime_rl.launcher.console import Console
 from prime_rl.monitor import Status
 from prime_rl.monitor.monitor import bench_table
+from prime_rl.monitor.status import new_status, status_path, write_record
 from prime_rl.transport.commit import stage
 
 TRAINER = {"loss/mean": 0.0123, "entropy/mean": 2.5, "perf/throughput": 12345.6, "time/step": 3.21}
@@ -34,6 +36,14 @@ def test_a_step_is_shown_once_both_sides_have_it(tmp_path: Path) -> None:
     add(tmp_path, "orchestrator", 1, 105.0, **{"reward/mean": 0.5})
     assert console.step_lines()[0].endswith("ETA 3:00")
     assert console.steps == {0, 1}
+    path = status_path(tmp_path, "inference")  # it was started again: times before it was ready do not count
+    path.parent.mkdir()
+    write_record(path, replace(new_status("inference"), ready=NOW + 112.0))
+    console.look()
+    for step, time, end in ((2, 150.0, "3.21 s"), (3, 155.0, "ETA 1:20")):
+        add(tmp_path, "trainer", step, time, **TRAINER)
+        add(tmp_path, "orchestrator", step, time, **{"reward/mean": 0.5})
+        assert console.step_lines()[0].endswith(end)
 
 
 def test_steps_that_come_late_or_again(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def test_the_examination_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFix
     with Owner(tmp_path):
         (tmp_path / "configs").mkdir()
         (tmp_path / "configs/inference.toml").touch()
+        (tmp_path / "configs/inference-1.toml").touch()
         (tmp_path / "logs").mkdir()
         (tmp_path / "logs/trainer.log").write_text("12:00:00 INFO    fine\nRuntimeError: out of memory\n")
         for name in ("rollouts/step_40", "weights/step_0", "weights/step_40", "recovery/step_30", "incarnations"):
@@ -144,14 +145,18 @@ def test_the_examination_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFix
         trainer.waiting("weights", "inference", 600.0)
         write_record(status_path(tmp_path, "orchestrator"), status("orchestrator", beat=61.0))
         before = sorted(path for path in tmp_path.rglob("*") if ".tmp-" not in path.name)
-        assert doctor.examine(tmp_path) == 1
+        command = [sys.executable, "-c", "import time; time.sleep(300)", "@", str(tmp_path / "configs/inference.toml")]
+        with subprocess.Popen(command) as starting:
+            assert doctor.examine(tmp_path) == 1
+            starting.kill()
         trainer.close()
         out = capsys.readouterr().out
         assert sorted(path for path in tmp_path.rglob("*") if ".tmp-" not in path.name) == before
     assert re.search("launcher +alive", out)
     assert re.search("trainer +alive +starting, step 40", out)
     assert "waits for weights from inference, for 0 s (gives up in 10:00)" in out
-    assert re.search(r"inference +no report\n", out)
+    assert re.search(r"inference +alive +started \d+ s ago, has not reported yet\n", out)
+    assert re.search(r"inference-1 +no report\n", out)
     assert "batch 40, version 40, checkpoint -, recovery checkpoint 30" in out
     assert "trainer.log: RuntimeError: out of memory" in out
     assert "orchestrator has given no sign of life for 61 s" in out.splitlines()[-1]

@@ -39,6 +39,7 @@ def test_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.
         (tmp_path, goes_on, "began with seed 1 and would continue with 2: .*give --seed 1"),
         (tmp_path / "out", open_to_all, "would open the weight routes"),
         (tmp_path / "out", {"ckpt": CkptConfig(resume_step=-1)}, "holds no complete checkpoint"),
+        (tmp_path / "out", {"inference": InferenceConfig(max_model_len=64)}, "the logprob check needs 65"),
     ):
         with pytest.raises(UserError, match=message):
             run(config(root, **tiny, **given))
