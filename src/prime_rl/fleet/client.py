@@ -149,9 +149,8 @@ class InferenceClient:
         try:
             return _SERVED.validate_python(body)
         except ValidationError as error:
-            raise UserError(
-                f"{self.root}/weights does not say what is served: is this server started with `inference`?"
-            ) from error
+            hint = "is this server started with `inference`?"
+            raise UserError(f"{self.root}/weights does not say what is served: {hint}") from error
 
     async def update(self, weights: WeightsManifest) -> Served:
         """Have the server load a committed version and verify it: by what it reports to serve, and by what it computes.
@@ -186,9 +185,7 @@ class InferenceClient:
         await self._call("POST", "/reload_weights")
         served = await self.served()
         if served.version != 0:
-            raise UserError(
-                f"the server at {self.root} was to load its base weights and says it serves version {served.version}"
-            )
+            raise UserError(f"{self.root} was to load its base weights, and says it serves version {served.version}")
         return served
 
     async def score(self, tokens: Sequence[int], engine: int | None = None) -> list[float]:

@@ -145,9 +145,7 @@ class LogprobCheck:
         if weights.reference is None or known is None:
             return
         if known.boot != served.boot:
-            raise ServerError(
-                f"the server at {client.root} was started again while it loaded version {weights.version}"
-            )
+            raise ServerError(f"{client.root} was started again while it loaded version {weights.version}")
         if known.tolerance is None:
             return
         claim = f"the server at {client.root} says it serves version {weights.version} ({weights.hash[:12]}) but"

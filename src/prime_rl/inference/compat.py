@@ -113,9 +113,7 @@ def parse_arguments(engine: Engine, argv: list[str], extra: Iterable[str] = ()) 
         from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError as error:
-        raise UserError(
-            f"vLLM {engine.release} is installed but cannot be imported ({error}); {INSTALL_HINT[26:]}"
-        ) from error
+        raise UserError(f"vLLM {engine.release} cannot be imported ({error}); {INSTALL_HINT[26:]}") from error
 
     cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))

@@ -169,9 +169,7 @@ def sampling_params(requested: dict[str, Any], prompt: int, most: int) -> Any:
     if unknown := sorted(requested.keys() - _SAMPLING_PARAMETERS):
         raise Rejected(400, f"sampling_params.{unknown[0]} is not taken by {SAMPLE_ROUTE}")
     if (logprobs := requested.get("logprobs")) not in (None, 0, 1):
-        raise Rejected(
-            400, f"{SAMPLE_ROUTE} answers with the log-probability of each sampled token, not with {logprobs}"
-        )
+        raise Rejected(400, f"{SAMPLE_ROUTE} answers with the log-probability of each token, not with {logprobs}")
     first = requested.get("routed_experts_prompt_start")
     if first is not None and not (isinstance(first, int) and 0 <= first < prompt):  # 0.26 would die of it
         raise Rejected(400, f"sampling_params.routed_experts_prompt_start is {first}, of a prompt of {prompt} tokens")

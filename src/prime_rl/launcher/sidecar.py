@@ -78,14 +78,12 @@ class EvalSidecar:
             variables |= {"VLLM_API_KEY" if serves else client.api_key_var: api_key} if api_key else {}
             argv = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", str(path))
             server = ServerSpec(client.servers, client.ready_timeout) if serves else None
-            self.processes.append(
-                ProcessSpec(name, argv, output_dir / "logs" / f"{name}.log", variables, server=server)
-            )
+            log = output_dir / "logs" / f"{name}.log"
+            self.processes.append(ProcessSpec(name, argv, log, variables, server=server))
         inherited = child_env(environ, SFTConfig).items()
         self.environ = {name: value for name, value in inherited if not name.startswith(_TORCHRUN_PREFIXES)}
-        self._supervisor = Supervisor(
-            self.processes, output_dir, logger.info, policy=RestartPolicy(_MAX_RESTARTS), environ=self.environ
-        )
+        policy = RestartPolicy(_MAX_RESTARTS)
+        self._supervisor = Supervisor(self.processes, output_dir, logger.info, policy=policy, environ=self.environ)
 
     def __enter__(self) -> Self:
         Status(self._output_dir, "sft")  # replaces an earlier run's outcome

@@ -89,9 +89,8 @@ def render(config: RLConfig) -> tuple[str, dict[Path, BaseConfig]]:
     assert slurm is not None
     sections: dict[str, BaseConfig] = {"rl": config}
     values = {"cwd": shlex.quote(str(Path.cwd())), "port": _RENDEZVOUS_PORT, "gpus": slurm.gpus_per_node}
-    more = "".join(
-        f"#SBATCH --{name}={value}\n" for name in ("partition", "account", "time") if (value := getattr(slurm, name))
-    )
+    wishes = {name: getattr(slurm, name) for name in ("partition", "account", "time")}
+    more = "".join(f"#SBATCH --{name}={value}\n" for name, value in wishes.items() if value)
     head = _HEAD.format(nodes=slurm.nodes, logs=(config.output_dir / "logs").absolute(), more=more, **values)
     flags = "".join(f" --{name}" for name in ("clean", "recover") if getattr(config, name))
     if slurm.nodes == 1:
@@ -110,19 +109,12 @@ def render(config: RLConfig) -> tuple[str, dict[Path, BaseConfig]]:
         parallel = {"data_parallel_size": slurm.gpus_per_node // size, "api_key": None}
         weights_root = inference.weights_root or config.output_dir / "weights"
         sections["inference"] = inference.model_copy(update={**parallel, "weights_root": weights_root})
-        serve = _SERVE.format(
-            inference_nodes=inference_nodes, inference=shlex.quote(str(config_path(config, "inference")))
-        )
+        served = shlex.quote(str(config_path(config, "inference")))
+        serve = _SERVE.format(inference_nodes=inference_nodes, inference=served)
         address = f' --client.base-url $(printf "http://%s:{inference.server.port} " "${{servers[@]}}")'
     paths = {name: config_path(config, name) for name in sections}
-    script = _SEVERAL_NODES.format(
-        inference_nodes=inference_nodes,
-        trainer_nodes=trainer_nodes,
-        key_variable=config.orchestrator.client.api_key_var,
-        serve=serve,
-        address=address,
-        flags=flags,
-        **{name: shlex.quote(str(paths[name])) for name in ("trainer", "orchestrator")},
-        **values,
-    )
+    values |= {"inference_nodes": inference_nodes, "trainer_nodes": trainer_nodes}
+    values |= {"key_variable": config.orchestrator.client.api_key_var, "serve": serve, "address": address}
+    values |= {name: shlex.quote(str(paths[name])) for name in ("trainer", "orchestrator")}
+    script = _SEVERAL_NODES.format(flags=flags, **values)
     return head + script, {paths[name]: section for name, section in sections.items()}

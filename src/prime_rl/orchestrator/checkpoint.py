@@ -92,9 +92,7 @@ def read_state(directory: Path) -> OrchestratorState:
     try:
         return OrchestratorState(**read_manifest(directory).extra["state"])
     except (KeyError, TypeError) as error:
-        raise CommitError(
-            f"{directory} has no state of the orchestrator: another version wrote it ({error})"
-        ) from error
+        raise CommitError(f"{directory} has no orchestrator state: another version wrote it ({error})") from error
 
 
 class JointCheckpoints:

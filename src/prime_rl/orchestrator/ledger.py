@@ -135,9 +135,7 @@ def read_batches(rollouts: Path) -> list[Batched]:
             if directory.exists():  # else it was pruned since it was listed
                 raise UserError(f"{error}: move the directory away, or put back a good copy") from error
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{directory} does not say which episodes it holds ({error!r}): another version wrote it"
-            ) from error
+            raise UserError(f"{directory} does not name its episodes ({error!r}): another version wrote it") from error
     return batches
 
 

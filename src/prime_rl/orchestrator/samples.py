@@ -82,9 +82,8 @@ class Admission:
         logger.warning("step {}: the batch carries no learning signal ({}); collecting another one", step, reasons)
         self.empty_batches += 1
         if self.empty_batches >= _MAX_EMPTY_BATCHES:
-            raise UserError(
-                f"{self.empty_batches} batches in a row carried no learning signal ({reasons}): {_HOPELESS}"
-            )
+            row = f"{self.empty_batches} batches in a row"
+            raise UserError(f"{row} carried no learning signal ({reasons}): {_HOPELESS}")
 
 
 def rejection_reason(group: Group[EpisodeResult], config: "OrchestratorConfig") -> str | None:
