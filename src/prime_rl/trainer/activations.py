@@ -221,12 +221,7 @@ _PRODUCTS: dict[Any, int] = {
 def checkpoint_layers(
     layers: Sequence[nn.Module], levels: "Sequence[Recompute]", kept: set[Any], wide: set[int]
 ) -> list[nn.Module]:
-    """Each layer with its level.
-
-    Args:
-        kept: The operators of the attention backend.
-        wide: Output widths of the products that `wide` computes again.
-    """
+    """Each layer with its level. `kept` are operators whose output is kept, `wide` the widths of wide products."""
     # At every compilation torch warns that blocks with a policy must not work in place; ours do not.
     warning = "context_fn is passed to torch.utils.checkpoint"
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: warning not in record.getMessage())

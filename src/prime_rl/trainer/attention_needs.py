@@ -54,8 +54,7 @@ def examine(lm: PreTrainedModel, name: str, tokens: int | None = None, mixers: C
         tokens: Maximum per micro-batch.
         mixers: Modules that mix tokens in other ways and keep documents apart themselves.
 
-    Raises:
-        UserError: we cannot compute the attention, or a document would depend on others in its row.
+    Raises UserError if we cannot compute the attention, or a document would depend on others in its row.
     """
     calls, apart = list[Needs](), {part for module in mixers for part in module.modules()}
 

@@ -140,7 +140,7 @@ class Checkpoints:
             return Progress()
         directory = self.resumed
         extra = on_main(self.world, lambda: read_manifest(directory).extra)
-        training_state.load(self._state(), directory / _STATE, self.world)
+        agree(self.world, lambda: training_state.load(self._state(), directory / _STATE, self.world))
         return Progress(**extra["progress"])
 
     def begin(self, versions: WeightPublisher, start: int) -> None:

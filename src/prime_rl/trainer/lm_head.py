@@ -45,11 +45,6 @@ class HeadForm:
 PLAIN = HeadForm()
 
 
-def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to accumulate `dtype` inputs in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def add_up(sums: Sequence[Tensor]) -> Tensor:
     """Merge [M] by adding, the last `MAXIMA` by maximum."""
     rows_RM = torch.stack(list(sums))
@@ -65,7 +60,7 @@ def stats(logits_CV: Tensor, labels_C: Tensor, inv_temperature_C: Tensor) -> tup
         from prime_rl.trainer import triton_kernels
 
         return triton_kernels.stats(logits_CV, labels_C, inv_temperature_C)
-    log_p = logits_CV.to(acc_dtype(logits_CV.dtype)) * inv_temperature_C[:, None]
+    log_p = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) * inv_temperature_C[:, None]
     log_z = torch.logsumexp(log_p, -1)
     log_p -= log_z[:, None]
     entropy = -(torch.exp(log_p) * log_p).sum(-1)  # 0 · -inf is NaN
@@ -94,7 +89,8 @@ def dlogits_(
         from prime_rl.trainer import triton_kernels
 
         return triton_kernels.dlogits_(logits_CV, *rows, slope)
-    log_p = logits_CV.to(acc_dtype(logits_CV.dtype)) * inv_temperature_C[:, None] - log_z_C[:, None]
+    dtype = torch.promote_types(logits_CV.dtype, torch.float32)
+    log_p = logits_CV.to(dtype) * inv_temperature_C[:, None] - log_z_C[:, None]
     p = torch.exp(log_p)
     d = p * -(d_logprob_C[:, None] + d_entropy_C[:, None] * (log_p + entropy_C[:, None]))
     d.scatter_add_(1, labels_C[:, None], d_logprob_C[:, None])
@@ -170,8 +166,8 @@ def _chunked_logits(
 
 
 def _make_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Allocate d hidden [N, H] and, zeroed, in `acc_dtype` dtype, d weight [V, H], d bias [V]."""
-    dtype = acc_dtype(weight.dtype)
+    """Allocate d hidden [N, H] and, zeroed, at least in float32, d weight [V, H], d bias [V]."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
     d_bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
     return torch.empty_like(hidden), torch.zeros_like(weight, dtype=dtype), d_bias
 
@@ -224,7 +220,7 @@ class _LogprobEntropy(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, inv_t: Tensor, chunk: int, slope: Any
     ) -> tuple[Tensor, Tensor]:
-        size, dtype = hidden.shape[0], acc_dtype(hidden.dtype)
+        size, dtype = hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32)
         log_z, logprob, entropy = (torch.empty(size, dtype=dtype, device=hidden.device) for _ in range(3))
         for s, logits in _chunked_logits(hidden, weight, bias, chunk, slope):
             log_z[s], logprob[s], entropy[s] = stats(logits, labels[s], inv_t[s])

@@ -281,11 +281,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Settle what `config` leaves open, alike on all ranks, and log on rank 0 what was chosen and why.
 
-    Args:
-        lm: May be on the meta device.
-        itemsize: Bytes of a computed number.
-        tokens: Most tokens of a micro-batch.
-        published: Bytes per parameter of weights published from this GPU, given the number of parameters.
+    `lm` may be on the meta device; `itemsize` and `tokens` are those of `Job`. `published` gives the bytes per
+    parameter of weights published from this GPU, of the number of parameters.
     """
     shape = Shape.of(lm)
     if world.device.type != "cuda" or tokens is None:

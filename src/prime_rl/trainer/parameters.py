@@ -42,8 +42,8 @@ class StoredTensor:
 
     def local(self, world: World) -> tuple[Tensor, int]:
         """Return this rank's rows (a view of the parameter, maybe empty) and the index of the first."""
-        local, rows_of_all = local_part(self.parameter).detach(), self.parameter.shape[0]
-        first = rows_of_rank(rows_of_all, world)[0] if isinstance(self.parameter, DTensor) else 0
+        local = local_part(self.parameter).detach()
+        first = rows_of_rank(len(self.parameter), world)[0] if isinstance(self.parameter, DTensor) else 0
         if not self.index:
             return local, first
         if len(self.index) == 1:

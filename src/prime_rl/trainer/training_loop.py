@@ -69,10 +69,10 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         recipe = make_recipe(config)
         checkpoints = Checkpoints(config, world, alone=lambda: not recipe.served or trainer_is_alone(config.output_dir))
         exit_stack.callback(checkpoints.close)
-        is_finished = before is not None and before.outcome == "finished"
-        if not config.bench and checkpoints.choose(is_finished):
-            made = f"this run has made its {config.max_steps} steps already"
-            report.close("finished", f"{made}: nothing is trained again")
+        if not config.bench and checkpoints.choose(before is not None and before.outcome == "finished"):
+            report.close(
+                "finished", f"this run has made its {config.max_steps} steps already: nothing is trained again"
+            )
             close_world()
             return
 
@@ -102,9 +102,9 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         data.start(costs, progress.samples)
 
         vocabulary = source.config.get_text_config().vocab_size
-        exported, scorer = export_dtype(config.weights.dtype, source), None
-        if served is not None:  # else nobody reads the scores
-            scorer = ReferenceScorer(policy, world, vocabulary, computed, exported)
+        exported = export_dtype(config.weights.dtype, source)
+        # Else nobody reads the scores
+        scorer = ReferenceScorer(policy, world, vocabulary, computed, exported) if served is not None else None
         versions = WeightPublisher(
             config.output_dir,
             policy,

@@ -127,16 +127,12 @@ def save(state: State, directory: Path, world: World) -> None:
     agree(world, write)
 
 
-def load(state: State, directory: Path, world: World) -> None:
-    """Fill `state` from `directory`, whatever the number of ranks that wrote it. Every rank calls it.
-
-    Raises UserError, on every rank, if the files are damaged or of an older format, or of another model.
-    """
-    agree(world, lambda: _load(state, directory, world))
-
-
 @torch.no_grad()
-def _load(state: State, directory: Path, world: World) -> None:
+def load(state: State, directory: Path, world: World) -> None:
+    """Fill `state` from `directory`, whatever the number of ranks that wrote it.
+
+    Raises UserError, if the files are damaged or of an older format, or of another model.
+    """
     kinds = SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError
     with user_errors(f"{directory} cannot be loaded into this model", *kinds):
         index = json.loads((directory / _INDEX).read_text())

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from loguru import logger
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from prime_rl.errors import UserError
 from prime_rl.host_memory import local_ranks
-from prime_rl.trainer.parallel import Moment, World, now, page_lock
+from prime_rl.trainer.parallel import Moment, World, local_part, now, page_lock
 from prime_rl.trainer.parameters import DTYPE_NAMES, stored_tensors, write_tensors
 from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import disk_errors
@@ -85,16 +86,10 @@ class WeightCopy:
         return began, now(self.world.device)
 
     def _whole(self, parameter: Tensor) -> Tensor:
-        if not isinstance(parameter, DTensor):
-            return parameter.detach()
-        local = parameter.to_local().detach()
-        if self.world.shards == 1:
-            return local
-        mesh, placements = parameter.device_mesh, parameter.placements
-        cast = local.to(self.dtype)  # before it travels
-        return DTensor.from_local(
-            cast, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-        ).full_tensor()
+        if not isinstance(parameter, DTensor) or self.world.shards == 1:
+            return local_part(parameter).detach()
+        cast: Any = parameter.to(self.dtype)  # before it travels
+        return cast.full_tensor()
 
     def to_host(self) -> Tensor:
         """Copy the buffer to host memory, on rank 0, in any thread, between the end of a copy and the next one."""

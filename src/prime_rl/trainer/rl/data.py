@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from prime_rl.config.trainer import PolicyLoss
 
 _SCALES = slice(STREAMS.index("rl_scale"), len(STREAMS))
-_MASK = STREAMS.index("mask")
 _LOOK_SECONDS = 0.05  # between two looks at the directory
 
 
@@ -118,7 +117,7 @@ class FakeSamples(PolicyData):
         draw = np.random.default_rng([self.config.seed, step, index])
         mask = np.arange(tokens) > 0
         streams = np.zeros((len(STREAMS), tokens), dtype=np.float32)
-        streams[_MASK] = streams[STREAMS.index("rl_scale")] = mask
+        streams[[STREAMS.index("mask"), STREAMS.index("rl_scale")]] = mask
         noise = draw.standard_normal(tokens, dtype=np.float32)
         streams[STREAMS.index("logprobs")] = mask * (0.1 * noise - np.float32(np.log(self.vocabulary)))
         streams[STREAMS.index("advantages")] = mask * np.float32(draw.standard_normal())
