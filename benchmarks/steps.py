@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3_5TextConf
 from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.config.trainer import WeightsConfig
 from prime_rl.monitor import log
-from prime_rl.trainer import attention, memory, moe, perf, router_replay
+from prime_rl.trainer import attention, memory, moe, perf, router_replay, routing
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Document
@@ -338,7 +338,7 @@ class Bench:
         moments = begun, graded, now(world.device)
         ideal = perf.ideal_seconds(self.costs.of(batch.lengths).sum(), world)
         known, sums_norm = {"time/wait_for_batch": waited}, sum_on_device(world, sums, norm)
-        names = partial(moe.step_metrics, self.policy.sparse, self.recipe.names)
+        names = partial(routing.step_metrics, self.policy.sparse, self.recipe.names)
         row = StepMetrics(step, sums_norm, moments, names, known, batch.tokens, ideal)
         self.rows.put(row)
         if self.case.export:

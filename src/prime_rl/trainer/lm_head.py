@@ -45,7 +45,7 @@ class HeadForm:
 PLAIN = HeadForm()
 
 
-def add_up(sums: Sequence[Tensor]) -> Tensor:
+def merge_sums(sums: Sequence[Tensor]) -> Tensor:
     """Merge [M] by adding, the last `MAXIMA` by maximum."""
     rows_RM = torch.stack(list(sums))
     return torch.cat([rows_RM[:, :-MAXIMA].sum(0), rows_RM[:, -MAXIMA:].amax(0)])
@@ -134,13 +134,11 @@ def fused_token_loss(
     bias_V: Tensor | None = None,
     form: HeadForm = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss and the metric sums of `token_loss` over all tokens, in one pass.
+    """Return `token_loss` of all tokens: loss [], differentiable once in hidden, weight and bias, and metric sums [M].
 
     Gradients are computed in forward, while a chunk's logits exist: three matrix products per chunk, not four. With
     `compiled`, `token_loss` and its gradient are compiled, once for all sizes: in eager mode their many operations on
     [C] cost more than the logits.
-
-    Returns loss [] (differentiable in hidden, weight and bias, once) and sums [M] (not differentiable).
     """
     inv_t = form.fold(inv_temperature_N)
     return _FusedTokenLoss.apply(
@@ -267,7 +265,7 @@ class _FusedTokenLoss(torch.autograd.Function):
             _backward(d, hidden[s], weight, d_hidden[s], d_weight, d_bias)
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtype = weight.dtype
-        all_sums = add_up(sums)
+        all_sums = merge_sums(sums)
         ctx.mark_non_differentiable(all_sums)
         return torch.stack(losses).sum(0), all_sums
 

@@ -5,7 +5,7 @@ that depends on the algorithm arrives as per-token streams; a loss is a pure fun
 of the streams tensor of RL batches. The `*_scale` rows already hold weight / (the component's denominator in the whole
 step, over all ranks), so that summing is averaging: no rank and no micro-batch needs to know about the others.
 
-Metrics are sums over tokens, and few maxima, so `lm_head.add_up` puts chunks, micro-batches and ranks together, and
+Metrics are sums over tokens, and few maxima, so `lm_head.merge_sums` puts chunks, micro-batches and ranks together, and
 only one vector [M] travels. A log ratio or an entropy beyond 22 counts as 22, so that one ratio that overflows does not
 make the sums infinite.
 """

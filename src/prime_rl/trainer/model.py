@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from prime_rl.errors import UserError
-from prime_rl.trainer import attention, moe, recurrent
+from prime_rl.trainer import attention, moe, recurrent, routing
 from prime_rl.trainer.activations import checkpoint_layers, offload_layers, wide_products
 from prime_rl.trainer.attention_needs import examine
 from prime_rl.trainer.lm_head import HeadForm, TokenLoss, fused_token_loss, logprob_entropy
@@ -307,10 +307,10 @@ def build_policy(
     moe.set_up(lm, source.name)
     kept = attention.set_up(config.attention, examine(lm, source.name, tokens, mixers), dtype, world)
     lm.set_attn_implementation(attention.NAME)
-    moe.set_up_balance(lm, config, world.device)
+    routing.set_up_balance(lm, moe.moe_blocks(lm), config, world.device)
     memory = plan_memory(config, lm, world, itemsize=dtype.itemsize, tokens=tokens, optim=optim, published=published)
     settings = memory.settings
-    kept |= moe.KEPT | recurrent.KEPT
+    kept |= routing.KEPT | recurrent.KEPT
     blocks = checkpoint_layers(lm.model.layers, settings.levels, kept, wide_products(source.config))
     apart = lm.model.layers, lm.get_input_embeddings()  # the rest is the norm before the head
     others = [each for each in lm.model.children() if each not in apart and any(True for _ in each.parameters())]
@@ -347,7 +347,7 @@ def _shard(policy: Policy, others: list[nn.Module], dtype: torch.dtype, world: W
         # The default would cast every float32 input to bfloat16: a temperature of 0.7 would arrive as 0.69921875.
         cast_forward_inputs=False,
     )
-    policy.hookless += moe.shard_routers(policy.lm, mesh)
+    policy.hookless += routing.shard_routers([block.router for block in moe.moe_blocks(policy.lm)], mesh)
     for layer in policy.lm.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=settings.reshard)
     for module in others:

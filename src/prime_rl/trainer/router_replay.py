@@ -1,7 +1,7 @@
 """Router replay: tokens go to the experts that the sampling engine chose, weighted by the trainer's own router.
 
 Where scores nearly tie, rounding decides, and trainer and engine would differ. Path: `Sample.routed_experts`,
-`chosen_experts`, `lay_out`, `router.replayed`, `moe.Replay`. Letters: M layers with experts, T tokens, K experts each.
+`chosen_experts`, `lay_out`, `router.replayed`, `routing.Replay`. Letters: M layers with experts, T tokens, K of each.
 """
 
 from inspect import signature
@@ -14,7 +14,7 @@ from torch import nn
 from torch.func import functional_call
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.moe import SparseBlock, moe_blocks
+from prime_rl.trainer.moe import moe_blocks
 from prime_rl.trainer.source import one_line
 
 Chosen = npt.NDArray[np.int16]  # [M, T, K] experts; -1 where the engine chose none and the trainer's router does
@@ -35,21 +35,21 @@ def set_up(layers: nn.ModuleList, name: str) -> Routers:
     Raises UserError if there are none, their sizes differ, or a choice cannot be replaced.
     """
     blocks = {number: block for number, layer in enumerate(layers) for block in moe_blocks(layer)}
-    sizes = {(_probe_top_k(block, name), block.router.expert_count) for block in blocks.values()}
+    sizes = {(_probe_top_k(block.router, name), block.router.expert_count) for block in blocks.values()}
     if len(sizes) != 1:
         raise UserError(f"router_replay: {name} has {'routers of several sizes' if sizes else 'no experts to choose'}")
-    # Dynamo may skip side effects in recomputation: those of entering and leaving `moe.Replay` cancel out.
+    # Dynamo may skip side effects in recomputation: those of entering and leaving `routing.Replay` cancel out.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     return Routers(len(layers), tuple(blocks), *sizes.pop())
 
 
 @torch.no_grad()
-def _probe_top_k(block: SparseBlock, name: str) -> int:
+def _probe_top_k(router: Any, name: str) -> int:
     """Return how many experts a router chooses for a token, by trying it with random weights on the CPU.
 
     Raises UserError if it does not return the experts to replay.
     """
-    router, draw = block.router, torch.Generator().manual_seed(0)
+    draw, refused = torch.Generator().manual_seed(0), f"router_replay: {type(router).__name__} in {name}"
     tensors = (*router.named_parameters(), *router.named_buffers())
     values = {key: torch.rand(tensor.shape, generator=draw) for key, tensor in tensors}
     width = next(parameter.shape[1] for parameter in router.parameters() if parameter.ndim == 2)
@@ -73,14 +73,10 @@ def _probe_top_k(block: SparseBlock, name: str) -> int:
             if weighted and any(torch.equal(answer, router.replayed) for answer in answers):
                 return chosen_TK.shape[1]
     except Exception as error:  # code of any model
-        raise UserError(
-            f"router_replay: {type(router).__name__} in {name} cannot be tried: {one_line(error)}"
-        ) from error
+        raise UserError(f"{refused} cannot be tried: {one_line(error)}") from error
     finally:
         router.replayed = None
-    raise UserError(
-        f"router_replay: {type(router).__name__} in {name} does not return the experts chosen for it, weighted"
-    )
+    raise UserError(f"{refused} does not return the experts chosen for it, weighted")
 
 
 def chosen_experts(rows: npt.NDArray[np.unsignedinteger], routers: Routers, sample: str) -> Chosen:
@@ -88,17 +84,16 @@ def chosen_experts(rows: npt.NDArray[np.unsignedinteger], routers: Routers, samp
 
     Raises UserError if this model cannot have chosen so.
     """
+    doubt = "is it the model that sampled it?"
     if rows.shape[1] != routers.layers * routers.k:
         raise UserError(
             f"sample {sample} has {rows.shape[1]} experts a token, the trainer's model {routers.layers} layers with "
-            f"{routers.k} each: is it the model that sampled it?"
+            f"{routers.k} each: {doubt}"
         )
     chosen_MNK = rows.reshape(-1, routers.layers, routers.k)[:, routers.sparse].swapaxes(0, 1).astype(np.int16)
     if chosen_MNK.size and chosen_MNK.max() >= routers.experts:
-        raise UserError(
-            f"sample {sample} has expert {chosen_MNK.max()}, the trainer's model has {routers.experts}: is it the "
-            "model that sampled it?"
-        )
+        largest = chosen_MNK.max()
+        raise UserError(f"sample {sample} has expert {largest}, the trainer's model has {routers.experts}: {doubt}")
     # Usually zeros, left by an engine that did not record its router's choice.
     if routers.k > 1 and (chosen_MNK[..., 0] == chosen_MNK[..., 1]).any():
         raise UserError(f"sample {sample} has a token with the same expert twice: the engine did not say what it chose")

@@ -17,9 +17,9 @@ from prime_rl.config.shared import TRAINER_STEPS
 from prime_rl.config.trainer import ConstantScheduler, FakeData, WeightsConfig
 from prime_rl.monitor import read_status
 from prime_rl.monitor.monitor import bench_table
-from prime_rl.trainer import moe, perf, router_replay
+from prime_rl.trainer import perf, router_replay, routing
 from prime_rl.trainer.ckpt import Checkpoints, Progress
-from prime_rl.trainer.lm_head import TokenLoss, add_up
+from prime_rl.trainer.lm_head import TokenLoss, merge_sums
 from prime_rl.trainer.loss import STREAMS, SequenceLoss
 from prime_rl.trainer.memory import watched
 from prime_rl.trainer.model import Policy, build_policy, compute_dtype
@@ -128,7 +128,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         report.status.ready()  # a restart may help against what fails from here on
         report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
 
-        rows, names = MetricRows(report, world.device), partial(moe.step_metrics, policy.sparse, recipe.names)
+        rows, names = MetricRows(report, world.device), partial(routing.step_metrics, policy.sparse, recipe.names)
         exit_stack.push(rows.end)
         exit_stack.enter_context(watched(policy.memory))
         if served is not None and policy.compiled:  # the servers are loading meanwhile
@@ -180,7 +180,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
             }
             ideal = perf.ideal_seconds(costs.of(batch.lengths).sum(), world)
             sums_norm = sum_on_device(world, sums, norm)
-            moe.update_biases(policy.sparse, sums, config.model.moe_bias_update)
+            routing.update_biases(policy.sparse, sums, config.model.moe_bias_update)
             row = StepMetrics(step, sums_norm, moments, names, known, batch.tokens, ideal)
             rows.put(row)
 
@@ -238,7 +238,7 @@ def forward_backward(
     """Compute the gradients of the summed losses of this rank's micro-batches. Every rank must pass as many of them.
 
     The streams must already be divided by the global counts: gradients are summed over micro-batches and ranks, never
-    averaged. Returns this rank's metric sums (of experts: `moe.step_metrics`) on the device, without a sync.
+    averaged. Returns this rank's metric sums (of experts: `routing.step_metrics`) on the device, without a sync.
     """
     total = None
     for i, host in enumerate(batches):
@@ -251,7 +251,7 @@ def forward_backward(
         if policy.sparse:
             sums = torch.cat([*(block.experts.count_F for block in policy.sparse), sums])
         loss.backward()
-        total = sums if total is None else add_up([total, sums])
+        total = sums if total is None else merge_sums([total, sums])
     assert total is not None, "a step has at least one micro-batch on every rank"
     return total
 

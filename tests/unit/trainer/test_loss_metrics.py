@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.config.trainer import DefaultLoss
-from prime_rl.trainer.lm_head import add_up, fused_token_loss
+from prime_rl.trainer.lm_head import fused_token_loss, merge_sums
 from prime_rl.trainer.loss import STREAMS, describe, make_loss
 from prime_rl.trainer.packing import Document, collate, to_device
 
@@ -106,7 +106,7 @@ def test_sums_add_up_over_packing_and_chunks() -> None:
             hidden = embedding[batch.input_ids[batch.loss_index]]
             head = hidden, weight, batch.labels, batch.inv_temperature.double(), batch.streams.double()
             parts.append(fused_token_loss(*head, make_loss(DefaultLoss()), chunk)[1])
-        found.append(describe(add_up(parts).tolist()))
+        found.append(describe(merge_sums(parts).tolist()))
     assert {"mismatch_kl/all/mean", "mismatch_kl/all/max"} <= found[0].keys()
     for other in found[1:]:
         assert other.keys() == found[0].keys()

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
-from prime_rl.trainer import moe, parameters, router_replay
+from prime_rl.trainer import moe, parameters, router_replay, routing
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy
-from prime_rl.trainer.moe import correction_biases, step_metrics, update_biases
 from prime_rl.trainer.packing import collate, to_device
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import StoredTensor, named_parameters
+from prime_rl.trainer.routing import correction_biases, step_metrics, update_biases
 from prime_rl.trainer.sft.train import means
 from prime_rl.trainer.training_loop import forward_backward
 from prime_rl.trainer.weight_copy import WeightCopy
@@ -82,7 +82,7 @@ def test_router_keeps_float32(
     """In bfloat16 blocks routers get float32, with float32 parameters that have gradients in every micro-batch."""
     build_reference(tiny_config(family), tmp_path)
     seen = []
-    route = moe.route
+    route = routing.route
 
     def look(forward: Any, router: nn.Module, hidden: Tensor, *bias: Tensor) -> Any:
         (weight,) = router.parameters()
@@ -93,7 +93,7 @@ def test_router_keeps_float32(
         return out
 
     policy = make_policy(tmp_path, dtype="bfloat16", reshard_after_forward=reshard)
-    monkeypatch.setattr(moe, "route", look)
+    monkeypatch.setattr(routing, "route", look)
     parameters = moe.router_parameters(policy)
     masters = [parameter.full_tensor().clone() for parameter in parameters]
     for last in (False, True):
