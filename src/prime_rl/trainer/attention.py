@@ -54,8 +54,7 @@ def choose(wanted: str, capability: tuple[int, int] | None, dtype: torch.dtype, 
     named backend cannot run; it says what to install or use.
     """
     if wanted != "auto":
-        reason = why_not(wanted, capability, dtype, needs)
-        if reason is not None:
+        if (reason := why_not(wanted, capability, dtype, needs)) is not None:
             raise UserError(f"model.attention {wanted} {reason}; `auto` takes the fastest that runs here")
         return wanted, f"attention: {wanted}"
     passed_over: list[str] = []

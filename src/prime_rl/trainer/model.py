@@ -31,7 +31,7 @@ from prime_rl.trainer.memory import MemoryPlan, plan_memory, use_expandable_segm
 from prime_rl.trainer.packing import MicroBatch
 from prime_rl.trainer.parallel import SingleRankReduction, World, agree, local_part
 from prime_rl.trainer.parameters import initialize_buffers, load_weights, randomize
-from prime_rl.trainer.source import Source, one_line, without_dropout
+from prime_rl.trainer.source import Source, one_line, user_errors, without_dropout
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import OptimConfig, TrainerModel
@@ -284,14 +284,11 @@ def build_policy(
     compiled = world.device.type == "cuda" if config.compile is None else config.compile
     if world.device.type == "cuda":
         use_expandable_segments()
-    with torch.device("meta"):
-        try:
-            # A copy: transformers writes the dtype into the config it is given, and exports ask for the checkpoint's.
-            lm = AutoModelForCausalLM.from_config(
-                without_dropout(source, world), dtype=torch.float32, trust_remote_code=source.trust_remote_code
-            )
-        except ValueError as error:
-            raise UserError(f"model {source.name} is not a causal language model: {one_line(error)}") from error
+    with torch.device("meta"), user_errors(f"model {source.name} is not a causal language model", ValueError):
+        # A copy: transformers writes the dtype into the config it is given, and exports ask for the checkpoint's.
+        lm = AutoModelForCausalLM.from_config(
+            without_dropout(source, world), dtype=torch.float32, trust_remote_code=source.trust_remote_code
+        )
     _check_architecture(lm, source.name)
     head_form = infer_head(lm.eval(), source.name)
     dtype = compute_dtype(config.dtype, world.device)

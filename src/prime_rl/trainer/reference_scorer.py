@@ -31,7 +31,7 @@ class ReferenceScorer:
     def __init__(
         self, policy: Policy, world: World, vocabulary: int, computed: torch.dtype, exported: torch.dtype
     ) -> None:
-        self._policy, self._world, self._exported = policy, world, exported
+        self._policy, self._exported = policy, exported
         self._tokens = tuple(reference_tokens(vocabulary))
         ids = np.array(self._tokens)
         document = Document(ids, np.ones(len(ids), dtype=np.bool_), 1.0, np.zeros((1, len(ids)), dtype=np.float32))

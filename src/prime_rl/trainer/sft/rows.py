@@ -11,14 +11,7 @@ from loguru import logger
 from prime_rl.config import SFTConfig
 from prime_rl.config.sft import SFTData
 from prime_rl.errors import UserError
-from prime_rl.trainer.packing import (
-    LONGEST,
-    Costs,
-    Document,
-    StepData,
-    StepSource,
-    rollout_lengths,
-)
+from prime_rl.trainer.packing import LONGEST, Costs, Document, StepData, StepSource, rollout_lengths
 from prime_rl.trainer.parallel import World, agree, on_main
 from prime_rl.trainer.sft.render import RowRenderer, Tokens, load_rows
 from prime_rl.trainer.source import Source, load_tokenizer, stop_ids
