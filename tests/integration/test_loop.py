@@ -5,10 +5,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 
+from faults import audit
 from prime_rl.monitor import read_metrics
 from prime_rl.trainer.packing import Document, collate, to_device
 from prime_rl.transport.commit import list_steps, verify
@@ -73,10 +73,8 @@ class Run:
     def metrics(self, process: str) -> list[dict]:
         return read_metrics(self.directory / "metrics" / f"{process}.jsonl")
 
-    def batch(self, step: int):
-        return (
-            pa.ipc.open_file(str(self.directory / "rollouts" / f"step_{step}" / "samples.arrow")).read_all().to_pylist()
-        )
+    def batch(self, step: int) -> list[dict]:
+        return audit._batch(self.directory, step, attempts=True)
 
     def tensor_files(self, version: int) -> dict[str, bytes]:
         weights = self.directory / "weights" / f"step_{version}"

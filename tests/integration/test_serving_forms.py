@@ -85,8 +85,6 @@ def test_the_page_holds_every_form() -> None:
 
 def test_an_unknown_option_is_one_line() -> None:
     """Contract: the nearest option of the installed release is named."""
-    with pytest.raises(
-        UserError,
-        match=r"^vllm.all2all_bakend: vLLM .* has no option --all2all-bakend; did you mean all2all_backend\?$",
-    ):
+    says = r"^vllm.all2all_bakend: vLLM .* has no option --all2all-bakend; did you mean all2all_backend\?$"
+    with pytest.raises(UserError, match=says):
         parsed("--vllm.all2all-bakend allgather_reducescatter")

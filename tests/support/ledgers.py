@@ -1,24 +1,19 @@
 """Small ledgers for tests."""
 
-from array import array
+import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
+from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.orchestrator.audit import audit
 from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra
 from prime_rl.orchestrator.scheduler import Batched, Discarded, Drop, Dropped, Finished, Issued, Start, Task
 from prime_rl.transport.rollouts import Sample, write_batch
+from support.samples import sample_tokens
 
 
-def an_episode(reward: float = 0.5, sampled: int = 3, prompt: int = 2) -> EpisodeResult:
-    tokens = SampleTokens(
-        input_ids=array("i", list(range(10, 10 + prompt + sampled))),
-        loss_mask=bytes([False] * prompt + [True] * sampled),
-        logprobs=array("f", [0.0] * prompt + [-0.25 * (i + 1) for i in range(sampled)]),
-        prompt_len=prompt,
-        reward=reward,
-    )
+def an_episode(reward: float = 0.5, sampled: int = 3) -> EpisodeResult:
+    tokens = sample_tokens([10, 11], range(12, 12 + sampled), [-0.25 * (i + 1) for i in range(sampled)], reward)
     return EpisodeResult("e", "reverse-text", "t", Outcome.OK, reward=reward, samples=[tokens], metrics={"m": 1.0})
 
 
@@ -79,6 +74,11 @@ def finish_group(ledger: ScriptedLedger, number: int, size: int = 2, env: str = 
     for i, name in enumerate(names):
         ledger.finished(name, result=an_episode(i / size))
     return names
+
+
+def execute(path: Path, statement: str) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute(statement)
 
 
 def commit(rollouts: Path, step: int, trained: list[str], filtered: list[str], groups: list[int]) -> None:

@@ -2,19 +2,19 @@
 
 import itertools
 import random
-from array import array
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from prime_rl.config import OrchestratorConfig
-from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
+from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.orchestrator.checkpoint import OrchestratorState, resume_point
 from prime_rl.orchestrator.ledger import Ledger, batch_extra, restore
 from prime_rl.orchestrator.scheduler import Batch, Drop, Limits, Scheduler, Start, Task
 from prime_rl.orchestrator.tasks import task_stream
 from prime_rl.transport.protocol import newest_version
 from support.committing import commit_empty
+from support.samples import sample_tokens
 
 TASKS = {
     "env": [Task("env", i, f"task-{i}") for i in range(5)],
@@ -112,8 +112,8 @@ class World:
         if self.random.random() < self.failure_rate:
             self.scheduler.fail(episode, Drop.ERRORED, retry=self.random.random() < 0.5)
         else:
-            tokens = SampleTokens(array("i", [1, 2]), bytes([False, True]), array("f", [0.0, -1.0]), 1, 0.0)
-            self.scheduler.finish(episode, EpisodeResult(episode, "env", "t", Outcome.OK, reward=0.5, samples=[tokens]))
+            samples = [sample_tokens([1], [2], [-1.0])]
+            self.scheduler.finish(episode, EpisodeResult(episode, "env", "t", Outcome.OK, reward=0.5, samples=samples))
 
     def prove(self) -> None:
         self.scheduler.verify(self.scheduler.unverified())

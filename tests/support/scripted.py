@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens, TaskInfo
+from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
 from prime_rl.fleet.client import Served
 from prime_rl.monitor import Monitor, Status
 from prime_rl.monitor.status import status_path
@@ -24,6 +23,7 @@ from prime_rl.transport.protocol import superseded_versions
 from prime_rl.transport.rollouts import Sample, open_batch
 from prime_rl.transport.weights import TensorEntry, manifest_extra, version_hash
 from support.committing import commit_empty
+from support.samples import sample_tokens
 
 
 class ScriptedTrainer:
@@ -121,9 +121,7 @@ class ScriptedPool:
         self.sampled[episode_id] = self.engine.now.version
         place = episode_id.rpartition(".")[0] or episode_id
         chance = xxhash.xxh3_64_intdigest(f"{place}/{self.engine.now.version}".encode())
-        tokens = SampleTokens(
-            array("i", [1, chance % 1000]), bytes([False, True]), array("f", [0.0, -(chance % 97) / 97]), 1, 0.0
-        )
+        tokens = sample_tokens([1], [chance % 1000], [-(chance % 97) / 97])
         reward = float(episode_id.split(".")[1]) + chance % 7 / 7 if "." in episode_id else 0.5
         return EpisodeResult(episode_id, env, "task", Outcome.OK, reward=reward, samples=[tokens])
 

@@ -6,18 +6,13 @@ import msgpack
 import pytest
 
 from prime_rl.envs import protocol
-from prime_rl.envs.protocol import (
-    EpisodeResult,
-    Outcome,
-    Part,
-    ProtocolError,
-    Result,
-    RoutedExperts,
-    SampleTokens,
-    decode,
-    encode,
-)
+from prime_rl.envs.protocol import EpisodeResult, Outcome, Part, ProtocolError, Result, RoutedExperts, decode, encode
+from support.samples import sample_tokens
 
+STREAMS = {
+    "agent": "solver", "part": 1, "roles": bytes([2, 3, 3]), "hint": array("i", [7]),
+    "ref_logprobs": array("f", [0, -2]), "experts": RoutedExperts(bytes(range(12)), 2, 3, 2),
+}  # fmt: skip
 EPISODE = EpisodeResult(
     episode_id="3.1.0",
     env="reverse-text",
@@ -26,20 +21,8 @@ EPISODE = EpisodeResult(
     reward=0.25,
     rewards={"lcs": 0.25},
     samples=[
-        SampleTokens(
-            array("i", [1, 2, 70000]),
-            bytes([False, True, True]),
-            array("f", [0.0, -0.1, -1e-12]),
-            1,
-            0.25,
-            "solver",
-            part=1,
-            roles=bytes([2, 3, 3]),
-            hint=array("i", [7]),
-            ref_logprobs=array("f", [0, -2]),
-            experts=RoutedExperts(bytes(range(12)), 2, 3, 2),
-        ),
-        SampleTokens(array("i", [1]), bytes([True]), array("f", [0.0]), 0, 0.0),
+        sample_tokens([1], [2, 70000], [-0.1, -1e-12], 0.25, **STREAMS),
+        sample_tokens([], [1], [0.0]),
     ],
     parts=[Part("solver", 0.5, {"lcs": 0.5}, {}, 1, False), Part("", 0.0, {"lcs": 0.0}, {"n": 1.0}, 2, True)],
     timing={"agent": 1.5},

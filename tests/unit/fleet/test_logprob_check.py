@@ -99,9 +99,7 @@ async def test_a_server_is_calibrated_once_an_incarnation_before_it_is_given_any
     check, one, two = LogprobCheck(), commit(tmp_path, 1), commit(tmp_path, 2)
     server.noise = 0.05
     await server.update(check, one)
-    assert check.calibrations[server.root].tolerance == Difference(
-        pytest.approx(0.05 * FACTOR), pytest.approx(0.05 * FACTOR)
-    )
+    assert check.calibrations[server.root].tolerance == Difference(*[pytest.approx(0.05 * FACTOR)] * 2)
     assert server.gave == [1]
     server.noise = 0.79
     await server.update(check, two)
@@ -114,9 +112,7 @@ async def test_a_server_is_calibrated_once_an_incarnation_before_it_is_given_any
 
     server.boot, server.noise = "second", 0.1
     await server.update(check, one)
-    assert check.calibrations[server.root].tolerance == Difference(
-        pytest.approx(0.1 * FACTOR), pytest.approx(0.1 * FACTOR)
-    )
+    assert check.calibrations[server.root].tolerance == Difference(*[pytest.approx(0.1 * FACTOR)] * 2)
 
     async def restarted(weights: WeightsManifest) -> Served:
         server.boot = "third"

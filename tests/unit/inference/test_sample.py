@@ -43,9 +43,8 @@ def test_the_answer_is_read_as_vllms() -> None:
 def test_experts_are_answered_where_they_are_asked_for() -> None:
     """Contract: an answer has the engine's choice for every token from the one asked for to the last but one, readable
     by renderers and verifiers; a choice for another number of tokens, or none, is an error."""
-    chosen = np.arange(1, 1 + 4 * 2 * 3, dtype=np.uint8).reshape(
-        4, 2, 3
-    )  # 2 + 3 tokens, the last of which was not computed
+    # 2 + 3 tokens, the last of which was not computed.
+    chosen = np.arange(1, 1 + 4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3)
     made = output([7, 8, 9], [-1.0, -1.0, -1.0])
     made.routed_experts = chosen[1:]
     answer = parse_generate_response(sample_answer([1, 2], made, 1))["choices"][0]["routed_experts"]

@@ -13,18 +13,12 @@ from prime_rl.errors import UserError
 from prime_rl.launcher.rundir import LAUNCHER, Owner, clean, cleaned, refuse_results, refuse_running
 from prime_rl.monitor import Status, read_status
 from prime_rl.monitor.status import new_status, status_path, write_record
-from prime_rl.processes import ProcessId, read
+from prime_rl.processes import identify
 from prime_rl.transport.settings import check_and_commit
 from support import partners
 from support.partners import belongs_to
 
 partner = partners.partner
-
-
-def identify(pid: int) -> ProcessId:
-    process = read(pid)
-    assert process is not None
-    return process.id
 
 
 def claim(root: Path, **fields: object) -> None:

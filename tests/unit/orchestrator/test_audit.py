@@ -1,14 +1,12 @@
 """`rl audit` prints where every episode went, and names contradictions of the ledger."""
 
 import re
-import sqlite3
-from contextlib import closing
 
 import pytest
 
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.audit import audit, audit_text
-from support.ledgers import ScriptedLedger, an_episode, finish_group, open_group
+from support.ledgers import ScriptedLedger, an_episode, execute, finish_group, open_group
 from support.scripted import World
 
 
@@ -64,7 +62,6 @@ def test_a_ledger_that_contradicts_itself_is_told(tmp_path, damage, message):
     finish_group(ledger, 1)
     ledger.flush()
     ledger.close()
-    with closing(sqlite3.connect(ledger.path, isolation_level=None)) as db:
-        db.execute(damage)
+    execute(ledger.path, damage)
     assert "NOT CONSERVED" in audit_text(tmp_path)
     assert any(message in fault for fault in audit(tmp_path).faults)

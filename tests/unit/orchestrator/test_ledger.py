@@ -14,7 +14,7 @@ from prime_rl.orchestrator import ledger as ledger_module
 from prime_rl.orchestrator.audit import audit
 from prime_rl.orchestrator.ledger import Counts, open_copy, read_batches
 from prime_rl.orchestrator.scheduler import State, Task
-from support.ledgers import ScriptedLedger, an_episode, commit, finish_group, open_group, stored_counts
+from support.ledgers import ScriptedLedger, an_episode, commit, execute, finish_group, open_group, stored_counts
 
 
 @pytest.fixture
@@ -171,11 +171,6 @@ def test_a_full_disk_or_a_lock_loses_nothing(path, ledger, monkeypatch):
 
 
 # -- bad files ---------------------------------------------------------------------------------------------------------
-
-
-def execute(path, statement):
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute(statement)
 
 
 DAMAGED = r"ledger.sqlite is damaged .* move ledger.sqlite\* out of the way"

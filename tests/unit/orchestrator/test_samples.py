@@ -37,6 +37,7 @@ from prime_rl.orchestrator.metrics import Tally, step_metrics
 from prime_rl.orchestrator.samples import ScoredBatch, filter_reason, rejection_reason, score_batch, streams_of
 from prime_rl.orchestrator.scheduler import Batch, Drop, Finished, Group, Start, Task
 from prime_rl.transport.rollouts import write_batch
+from support.samples import sample_tokens
 
 TASK = Task("reverse-text", 3, "train/abc")
 
@@ -48,11 +49,7 @@ def settings(seq_len: int = 100, filter_zero_advantage: bool = True, **algorithm
 
 
 def tokens(sampled: int = 3, reward: float = 0.0, agent: str = "") -> SampleTokens:
-    mask = [False] * 2 + [True] * sampled
-    logprobs = [-0.5 * one for one in mask]
-    return SampleTokens(
-        array("i", range(10, 12 + sampled)), bytes(mask), array("f", logprobs), prompt_len=2, reward=reward, agent=agent
-    )
+    return sample_tokens([10, 11], range(12, 12 + sampled), [-0.5] * sampled, reward, agent=agent)
 
 
 def episode(
@@ -290,11 +287,8 @@ def test_metrics_of_a_step() -> None:
 
 def result(tokens: list[int], reward: float = 0.0, logprob: float = -0.5, **fields: object) -> EpisodeResult:
     """A prompt of two tokens, then `tokens`."""
-    mask = [False, False, *[True] * len(tokens)]
-    sample = SampleTokens(
-        array("i", [1, 2, *tokens]), bytes(mask), array("f", [logprob * sampled for sampled in mask]), 2, reward
-    )
-    return EpisodeResult("e", "env", "task", Outcome.OK, reward=reward, samples=[sample], **fields)
+    samples = [sample_tokens([1, 2], tokens, [logprob] * len(tokens), reward)]
+    return EpisodeResult("e", "env", "task", Outcome.OK, reward=reward, samples=samples, **fields)
 
 
 def group(*results: EpisodeResult) -> Group[EpisodeResult]:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import random
-from array import array
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +12,7 @@ import xxhash
 
 from faults import audit
 from prime_rl import faults, wait
-from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens, TaskInfo
+from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
 from prime_rl.fleet import weight_sync
 from prime_rl.monitor import Status, read_metrics
 from prime_rl.orchestrator.checkpoint import read_state
@@ -21,6 +20,7 @@ from prime_rl.orchestrator.ledger import open_copy
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.incarnations import read_lease
+from support.samples import sample_tokens
 from support.scripted import ScriptedPool, World, has_batch, until
 
 STEPS = 5
@@ -60,9 +60,7 @@ class MixedPool(ScriptedPool):
         if group in (6, 7, 8):
             result.reward = 0.5
         if (group, number) == (9, 0):
-            result.samples = [
-                SampleTokens(array("i", [1, 2, 3]), bytes([False, False, True]), array("f", [0.0, 0.0, -1.0]), 2, 0.0)
-            ]
+            result.samples = [sample_tokens([1, 2], [3], [-1.0])]
         result.reward += task_index % 4 - 1.5
         result.is_truncated = (group, number) == (4, 1)
         return result

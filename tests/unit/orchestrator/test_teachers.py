@@ -1,7 +1,6 @@
 """Teachers behind real sockets: scores, servers that cannot, are busy, refuse or are gone; and runs with them."""
 
 import asyncio
-from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,11 +12,12 @@ from aiohttp.test_utils import TestServer
 
 from prime_rl.config import OrchestratorConfig
 from prime_rl.config.orchestrator import TeacherConfig
-from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
+from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.orchestrator import orchestrator as loop
 from prime_rl.orchestrator import teachers
 from prime_rl.orchestrator.teachers import Teacher, TeacherError, Teachers
+from support.samples import sample_tokens
 from support.scripted import World, follow, fresh
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -151,9 +151,7 @@ async def test_an_episode_gets_its_scores_or_is_none(kind: str) -> None:
         made = Teachers(OrchestratorConfig(environment={"id": "x"}, algorithm={"type": kind, **teacher}, **settings))
         await made.start(ignore)
         for outcome in (Outcome.OK, Outcome.TEACHER_UNAVAILABLE):
-            sample = SampleTokens(
-                array("i", [5, 10, 20]), bytes([False, True, True]), array("f", [0.0, -1.0, -1.0]), 1, 0.0
-            )
+            sample = sample_tokens([5], [10, 20], [-1.0, -1.0])
             result = EpisodeResult("e", "x", "t", Outcome.OK, samples=[sample])
             await made.score("x", result, url)
             assert result.outcome is outcome

@@ -15,21 +15,11 @@ from support.committing import commit_empty
 
 
 def make_sample(number: int, length: int = 5, **changes) -> Sample:
-    mask = [i >= 2 for i in range(length)]
-    fields = {
-        "sample_id": f"sample-{number}",
-        "group_id": "group-0",
-        "task_id": "task-0",
-        "env": "reverse-text",
-        "policy_versions": [0, 1],
-        "input_ids": [number * 100 + i for i in range(length)],
-        "loss_mask": mask,
-        "logprobs": [-0.5 * i if m else 0.0 for i, m in enumerate(mask)],
-        "advantages": [0.25 if m else 0.0 for m in mask],
-        "temperature": 0.5,
-        "reward": 0.1,
-    }
-    return Sample(**(fields | changes))
+    ids, mask = [number * 100 + i for i in range(length)], [i >= 2 for i in range(length)]
+    logprobs = [-0.5 * i if m else 0.0 for i, m in enumerate(mask)]
+    advantages = [0.25 if m else 0.0 for m in mask]
+    names = f"sample-{number}", "group-0", "task-0", "reverse-text"
+    return dataclasses.replace(Sample(*names, [0, 1], ids, mask, logprobs, advantages, 0.5, 0.1), **changes)
 
 
 def same(left: Sample, right: Sample) -> bool:
