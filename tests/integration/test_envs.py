@@ -55,14 +55,6 @@ async def test_an_episode_is_what_the_engine_gave(world: PoolWorld) -> None:
     assert result.completion == f"<reversed_text>{text[::-1]}</reversed_text>"
 
 
-@pytest.mark.parametrize(("status", "outcome"), [(500, "engine_unavailable"), (404, "engine_refused")])
-async def test_engine_errors(world: PoolWorld, status: int, outcome: str) -> None:
-    """A failing engine is not the environment's fault."""
-    world.engine.status = status
-    result = await world.run("reverse-text")
-    assert (result.outcome, result.samples) == (Outcome(outcome), [])
-
-
 async def test_deadline_and_cancellation(world: PoolWorld) -> None:
     """An episode past its deadline is a timeout. Then, or if its call is cancelled, its request is dropped."""
     world.engine.delay = 300.0

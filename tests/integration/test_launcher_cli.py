@@ -50,9 +50,11 @@ def test_dry_run_prints_the_plan_and_writes_only_configs(model: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("also", [[], ["--clean"]])
-def test_a_dry_run_beside_a_run(model: Path, tmp_path: Path, also: list[str]) -> None:
-    """A run that is there, or under way on the same port, keeps every file as it is; the plan is shown."""
-    run = tmp_path / "run"
+def test_a_dry_run_beside_a_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, also: list[str]) -> None:
+    """A run that is there, or under way on the same port, keeps every file as it is; the plan is shown. A key that a
+    variable gives is neither printed nor written."""
+    key, run = "a-key-nobody-may-see", tmp_path / "run"
+    monkeypatch.setenv("PRIME_INFERENCE__API_KEY", key)
     names = "rollouts/step_0/samples.arrow weights/step_1/manifest.json configs/rl.toml metrics/trainer.jsonl"
     files = [run / name for name in names.split()]
     for file in files:
@@ -63,7 +65,9 @@ def test_a_dry_run_beside_a_run(model: Path, tmp_path: Path, also: list[str]) ->
     assert done.returncode == 0, done.stderr
     assert f"port {PORT}" in done.stdout
     assert {file.read_text() for file in files} == {"of the run"}
-    assert {path.parent.name for path in run.rglob("*.toml")} == {"configs", "dry-run"}
+    configs = list(run.rglob("*.toml"))
+    assert {path.parent.name for path in configs} == {"configs", "dry-run"}
+    assert key not in str([done.stdout, done.stderr, *(path.read_text() for path in configs)])
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,6 @@ def test_a_dry_run_beside_a_run(model: Path, tmp_path: Path, also: list[str]) ->
         (["--model.name", "nowhere/at/all"], "nowhere/at/all"),
         (["--orchestrator.environment.id", "no-such-environment"], "no-such-environment"),
         (["--trainer-gpus", "2", "--device", "cuda"], "GPU"),
-        (["--max-steps", "5", "--ckpt.resume-step", "10"], "below ckpt.resume_step 10"),
         (["--orchestrator.sampling.max-token", "5"], "did you mean --orchestrator.sampling.max-tokens"),
         (["--output-dir", "earlier"], "holds an earlier run (rollouts)"),
     ],

@@ -225,6 +225,14 @@ $   --orchestrator.algorithm.teacher.base-url http://t:1 --trainer.loss.entropy-
 $   --orchestrator.no-filter-zero-advantage
   trainer.loss.entropy_coef has no effect: nothing is trained by reward (trainer.loss.entropy_coef:
     --trainer.loss.entropy-coef, orchestrator.algorithm.type: --orchestrator.algorithm.type)
+$ sft --inference
+  inference starts a server for evaluations, and there is no [eval] (inference: --inference)
+$ sft --eval.environment.id x --model.name one --inference.model.name other
+  inference.model.name is other but model.name is one: both are the same setting, give it once (model.name:
+    --model.name, inference.model.name: --inference.model.name)
+$ sft --eval.environment.id x --inference --eval.client.base-url http://far:1/v1
+  eval.client.base_url is http://far:1/v1 but inference.server listens on localhost:8000: give one of them
+    (eval.client.base_url: --eval.client.base-url)
 $ rl --orchestrator.environment.id x --clean --ckpt.resume-step 3
   clean would remove the checkpoint that ckpt.resume_step names (clean: --clean, ckpt.resume_step:
     --ckpt.resume-step)

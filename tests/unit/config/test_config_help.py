@@ -66,18 +66,13 @@ def test_what_is_asked_for_is_shown(
         (["--help", "trainer.optimm"], "no option has 'trainer.optimm' in its name or description"),
         (["--help=zzz"], "no option has 'zzz' in its name or description"),
         (["--completion", "csh"], "--completion needs one of bash, zsh, fish"),
+        ([], "orchestrator: required, but not given"),
     ],
 )
 def test_what_names_nothing_is_a_mistake(capsys: pytest.CaptureFixture[str], argv: list[str], problem: str) -> None:
-    says = "Nothing was started. All settings: prog --help=all; those that are gone: docs/migration.md"
-    line = f"error: {problem}\n{says}\n"
-    assert printed(capsys, RLConfig, *argv) == (line, 1)
-
-
-def test_a_bare_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="1"):
-        load(RLConfig, [], prog="rl")
-    assert capsys.readouterr().err.startswith("error: orchestrator: required, but not given\nNothing was started.")
+    usual = "" if argv else " Settings usually go in a file: prog @ config.toml."
+    says = f"Nothing was started.{usual} All settings: prog --help=all; those that are gone: docs/migration.md"
+    assert printed(capsys, RLConfig, *argv) == (f"error: {problem}\n{says}\n", 1)
 
 
 @pytest.mark.parametrize("cls", CLASSES)

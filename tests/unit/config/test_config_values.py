@@ -42,6 +42,8 @@ FILES = {
     "base/a": "seed = 1\nmax_steps = 1\n[optim]\nlr = 0.1",
     "base/b": "max_steps = 2",
     "thin/c": 'include = ["../base/a", "../base/b"]\nseed = 3',
+    "mixed": 'filter_zero_advantage = false\n[[environments]]\nid = "a"\n[[environments]]\nid = "b"\n'
+    '[environments.algorithm]\ntype = "opd"\nteacher.base_url = "http://t:1"',
     "monitor": '[monitor.wandb]\nproject = "p"\nname = "n"',
     "alone": "trainer = false",
     # of a run
@@ -265,6 +267,11 @@ rl @ portless --inference.server.host 0.0.0.0
   orchestrator.client.base_url=http://localhost:1 inference.server.port=1
 sft --inference.server.port 8001 --eval.environment.id x --model.name m
   eval.client.base_url=http://localhost:8001/v1 inference.model.name=m
+# A penalty reaches what is trained by reward beside distillation, samples of advantage zero, too.
+rl --orchestrator @ mixed --orchestrator.reference.base-url http://r:1 --trainer.loss.kl-coef 0.1
+  trainer.loss.kl_coef=0.1
+rl --orchestrator @ mixed --trainer.loss.entropy-coef=-0.01
+  trainer.loss.entropy_coef=-0.01
 # A benchmark measures the trainer on random samples.
 rl --bench --orchestrator.batch-size 32
   trainer.bench=True orchestrator.bench=True trainer.data.fake.batch_size=32

@@ -194,6 +194,8 @@ def test_what_is_not_trainable(ep: SimpleNamespace, outcome: Outcome) -> None:
     ("fault", "outcome"),
     [
         (("ProviderError", "Connection error.", 503), Outcome.ENGINE_UNAVAILABLE),
+        (("ProviderError", "scripted failure", 500), Outcome.ENGINE_UNAVAILABLE),
+        (("ProviderError", "scripted failure", 404), Outcome.ENGINE_REFUSED),
         (("ProviderError", "Incorrect API key provided", 401), Outcome.ENGINE_DENIED),
         (("ProviderError", "n must be 1", 400), Outcome.ENGINE_REFUSED),
         (("ProviderError", "Prompt length (9) exceeds maximum context length (8).", 400), Outcome.PROMPT_TOO_LONG),

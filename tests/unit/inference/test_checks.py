@@ -35,7 +35,8 @@ def test_broken_models_are_named(model: Path) -> None:
     """Contract: cut tensors, a lost shard: the file is named. A whole model passes. (The rest: test_preflight.py.)"""
     checks.check_model(model)
     data = (model / "model.safetensors").read_bytes()
-    for broken in (data[:4], data[:20], data[:-1], b"\xff" * 8 + data[8:]):
+    malformed = (b"", b"\xff" * 8 + data[8:], b"\x05\0\0\0\0\0\0\0{nope", b"\x02\0\0\0\0\0\0\0[]")
+    for broken in (data[:4], data[:20], data[:-1], *malformed):
         (model / "model.safetensors").write_bytes(broken)
         with pytest.raises(UserError, match="model.safetensors"):
             checks.check_model(model)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.config import ConfigError, SFTConfig, parse
+from prime_rl.config import SFTConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher import sidecar
 from prime_rl.launcher.sidecar import EvalSidecar, eval_config, server_config
@@ -28,25 +28,6 @@ def test_evaluation_and_server_are_of_the_run() -> None:
     assert server is not None
     assert (server.model.name, server.weights_root, server.device) == ("m", Path("out/weights"), "cpu")
     assert server_config(config()) is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--inference"], r"inference starts a server for evaluations, and there is no \[eval\]"),
-        (
-            ["--eval.environment.id", "x", "--model.name", "one", "--inference.model.name", "other"],
-            r"inference\.model\.name is other but model\.name is one",
-        ),
-        (
-            ["--eval.environment.id", "x", "--inference", "--eval.client.base-url", "http://far:1/v1"],
-            "give one of them",
-        ),
-    ],
-)
-def test_contradictions_are_refused(arguments: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse(SFTConfig, arguments, env={})
 
 
 def test_what_a_server_gets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,9 +70,6 @@ def test_damaged_weights_are_refused_by_name(tmp_path: Path, damage: Callable[[b
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(CommitError, match=message):
         verify_weights(file.parent)
-    file.unlink()
-    with pytest.raises(CommitError, match="missing"):
-        verify_weights(file.parent)
     directory = publish(tmp_path / "others", 1)
     (directory / "config.json").write_text('{"seed": 1}')
     with pytest.raises(CommitError, match="config.json"):
@@ -92,17 +89,13 @@ def test_version_zero_names_the_base_without_a_copy(tmp_path: Path) -> None:
 
 
 def test_what_is_not_a_version_that_this_release_wrote_is_one_clear_error(tmp_path: Path) -> None:
-    """Another release's version is not damaged, a rollout batch no weights; a broken file of tensors is named."""
+    """Another release's version is not damaged, a rollout batch no weights."""
     for version, changes in enumerate(({"hash_chunk": None}, {"tmpfs": {"directory": "/dev/shm"}}), start=1):
         with pytest.raises(CommitError, match="another release"):
             weights_manifest(publish(tmp_path / "weights", version, **changes))
     commit_empty(tmp_path / "step_1", 1, "orchestrator")
     with pytest.raises(CommitError, match="not as a version of weights"):
         weights_manifest(tmp_path / "step_1")
-    for content in (b"", b"\xff" * 8, b"\x05\0\0\0\0\0\0\0{nope", b"\x02\0\0\0\0\0\0\0[]"):
-        (tmp_path / "model.safetensors").write_bytes(content)
-        with pytest.raises(CommitError, match="model.safetensors"):
-            hash_directory(tmp_path)
 
 
 # ---- the hash of a tensor
