@@ -185,9 +185,12 @@ class Launch:
             start_new_session=True,
         )
 
-    def wait(self) -> tuple[int, str]:
+    def wait(self, status: int) -> str:
+        """Return its output. It ends with this status and leaves nothing behind, even in other sessions."""
         out, _ = self.popen.communicate(timeout=60)
-        return self.popen.returncode, out
+        assert self.popen.returncode == status, out
+        all_gone([int(path.read_text()) for path in self.base.glob("*.pid")])
+        return str(out)
 
     def pid(self, name: str) -> int:
         path = self.base / f"{name}.pid"
@@ -197,9 +200,6 @@ class Launch:
     def up(self, *names: str) -> None:
         for name in names:
             until((self.base / f"{name}.up").exists, f"{name} up")
-
-    def pids(self) -> list[int]:
-        return [int(path.read_text()) for path in self.base.glob("*.pid")]
 
 
 def all_gone(pids: list[int]) -> None:
