@@ -2,14 +2,12 @@
 and an update in flight. One server (60 to 130 s on an H100). Needs vLLM's CUDA build."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from conftest import launch_server, make_tiny_model
+from conftest import launch_server
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.inference import compat
 from prime_rl.trainer.model import build_policy
@@ -17,6 +15,7 @@ from prime_rl.trainer.parallel import World
 from prime_rl.trainer.router_replay import set_up
 from prime_rl.trainer.source import find_model
 from support.replaying import converse, documents_of, errors
+from support.serving import make_wide_model
 
 ENGINE = compat.installed_engine()
 if not torch.cuda.is_available() or ENGINE is None or ENGINE.device != "cuda":
@@ -28,24 +27,12 @@ CONVERSATIONS, PROMPT, REPLY = 24, 40, 80
 NOISE_MEAN, NOISE_MOST = 0.03, 0.5  # nats: kernels of two programs in bfloat16, on the same experts
 
 
-def make_model(directory: Path) -> Path:
-    """A random Qwen3-MoE in bfloat16, 4 layers with 32 experts, 4 of them for each token."""
-    make_tiny_model(directory, experts=32)
-    shape: Any = Qwen3MoeConfig.from_pretrained(directory)
-    shape.update({"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 128})
-    shape.update({"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.06})
-    shape.update({"moe_intermediate_size": 256, "num_experts_per_tok": 4, "norm_topk_prob": True})
-    shape.layer_types = ["full_attention"] * 4
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(shape).to(torch.bfloat16).save_pretrained(directory)
-    return directory
-
-
 def test_the_trainer_computes_with_the_engines_experts(tmp_path: Path, world: World) -> None:
     """Contract: with replay the trainer's log-probabilities are the engine's up to kernels' noise, in a second turn and
     a branch, too; without, a token that noise sends to another expert is further off. A request that an update
     interrupts has the experts of all its tokens."""
-    model, draw = make_model(tmp_path / "model"), np.random.default_rng(0)
+    model = make_wide_model(tmp_path / "model", 0, experts=32, num_experts_per_tok=4, norm_topk_prob=True)
+    draw = np.random.default_rng(0)
     settings = {
         "gpu_memory_utilization": 0.4, "max_model_len": 512, "router_replay": True,
         "vllm": {"kv_cache_memory_bytes": 1 << 30, "max_num_seqs": 32},

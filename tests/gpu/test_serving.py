@@ -13,9 +13,9 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 
-from conftest import InferenceServer, launch_server, make_tiny_model
+from conftest import InferenceServer, launch_server
 from prime_rl.inference import compat
 from support import serving
 
@@ -32,21 +32,6 @@ NOISE_MEAN, NOISE_MOST = 0.03, 0.3  # nats: bfloat16 against float32, or another
 QUANTIZED_MEAN = 0.25  # nats: 8-bit floats against float32 on a random model
 EXPERTS_MEAN, EXPERTS_MOST = 0.1, 2.0  # nats: a token here and there that noise sends to another expert
 OTHER_MEAN = 0.5  # nats, at least: another random model
-
-
-def make_model(directory: Path, seed: int, experts: int = 0) -> Path:
-    """A random Qwen3 of four layers in bfloat16, with heads of 128; `seed` chooses its weights."""
-    make_tiny_model(directory, experts=experts)
-    shape: Any = (Qwen3MoeConfig if experts else Qwen3Config).from_pretrained(directory)
-    shape.update({"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 128})
-    shape.update({"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.06})
-    if experts:
-        shape.moe_intermediate_size = 256
-    shape.layer_types = ["full_attention"] * 4
-    torch.manual_seed(seed)
-    model: Any = (Qwen3MoeForCausalLM if experts else Qwen3ForCausalLM)(shape)
-    model.to(torch.bfloat16).save_pretrained(directory)
-    return directory
 
 
 def commit(server: InferenceServer, version: int, model: Path) -> Path:
@@ -111,7 +96,9 @@ def check_close(one: torch.Tensor, other: torch.Tensor, mean: float, most: float
 def test_a_quantized_server_follows_versions_in_bfloat16(tmp_path: Path, servers: Any, experts: int) -> None:
     """Contract: vLLM quantizes every load as at the start: updated from a directory in bfloat16 a server computes
     what one started on these weights does, near the unquantized numbers; given the base again, what it did at first."""
-    base, other = make_model(tmp_path / "base", 0, experts), make_model(tmp_path / "other", 1, experts)
+    base, other = (
+        serving.make_wide_model(tmp_path / name, seed, experts) for seed, name in enumerate(("base", "other"))
+    )
     updated, fresh = servers((base, {"quantization": "fp8"}), (other, {"quantization": "fp8"}))
     before, expected = score(updated), reference(other)
     check_close(before, reference(base), QUANTIZED_MEAN, 10 * QUANTIZED_MEAN)
@@ -127,7 +114,7 @@ def test_a_quantized_server_follows_versions_in_bfloat16(tmp_path: Path, servers
 def test_two_ranks_compute_what_one_does(tmp_path: Path, servers: Any) -> None:
     """Contract: where two GPUs share each layer, each takes its part of a version: both servers agree within noise:
     before, after the first version, which vLLM's loaders load, and after the next one, which recorded copies load."""
-    base, *others = (make_model(tmp_path / f"model-{seed}", seed) for seed in range(3))
+    base, *others = (serving.make_wide_model(tmp_path / f"model-{seed}", seed) for seed in range(3))
     one, two = servers((base, {}), (base, {"tensor_parallel_size": 2}))
     check_close(score(two), score(one), NOISE_MEAN, NOISE_MOST)
     for version, other in enumerate(others, 1):

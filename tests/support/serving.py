@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from conftest import InferenceServer
+from conftest import InferenceServer, make_tiny_model
 from support.committing import commit_weights
 
 TOLERANCE = 1e-4  # float32 on both sides; another order of summation is all that may differ
@@ -33,6 +33,18 @@ def perturbed(model: Path, seed: int = 1, by: float = 0.1) -> dict[str, torch.Te
         noise = torch.randn(x.shape, generator=generator) * (x.float().std() if x.numel() > 1 else 1.0) * by
         tensors[name] = (x.float() + noise).contiguous()
     return tensors
+
+
+def make_wide_model(directory: Path, seed: int, experts: int = 0, **settings: Any) -> Path:
+    """A random Qwen3 (`experts`: Qwen3-MoE) of four layers in bfloat16, heads of 128; `seed` chooses its weights."""
+    shape: Any = AutoConfig.from_pretrained(make_tiny_model(directory, experts=experts))
+    shape.update({"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 128})
+    shape.update({"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.06})
+    shape.update({**({"moe_intermediate_size": 256} if experts else {}), **settings})
+    shape.layer_types = ["full_attention"] * 4
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(shape).to(torch.bfloat16).save_pretrained(directory)
+    return directory
 
 
 def commit(root: Path, version: int, model: Path, tensors: dict[str, torch.Tensor]) -> Path:
