@@ -98,9 +98,16 @@ async def endure(directory: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int
     return pool
 
 
-def check(directory: Path, pool: Witness, steps: int) -> None:
-    """Every episode ended once, as the ledger, the batches and the pool say alike."""
-    run = directory / "run"
+@pytest.mark.parametrize(
+    ("seed", "steps", "pause"),
+    [(1, 8, 1.5), *(pytest.param(seed, 40, 3.0, marks=pytest.mark.slow) for seed in range(3))],
+)
+async def test_a_run_survives_its_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, steps: int, pause: float
+) -> None:
+    """Contract: a run of so many steps, with a fault every second or so, ends right: every episode ended once, as the
+    ledger, the batches and the pool say alike."""
+    run, pool = tmp_path / "run", await endure(tmp_path, monkeypatch, steps=steps, seed=seed, pause=pause)
     assert list(finished_run._ledger(run, steps)) == []
     assert list(finished_run._batches(run, steps)) == []
     assert list(finished_run._leftovers(run)) == []
@@ -112,14 +119,3 @@ def check(directory: Path, pool: Witness, steps: int) -> None:
     assert pool.restarts >= 3
     assert pool.outcomes["worker_died"] >= 3
     assert pool.outcomes["invalid"] >= 1
-
-
-@pytest.mark.parametrize(
-    ("seed", "steps", "pause"),
-    [(1, 8, 1.5), *(pytest.param(seed, 40, 3.0, marks=pytest.mark.slow) for seed in range(3))],
-)
-async def test_a_run_survives_its_environments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, steps: int, pause: float
-) -> None:
-    """Contract: a run of so many steps, with a fault every second or so, ends right."""
-    check(tmp_path, await endure(tmp_path, monkeypatch, steps=steps, seed=seed, pause=pause), steps)

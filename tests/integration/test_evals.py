@@ -33,11 +33,12 @@ def _environments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT / "envs"), prepend=os.pathsep)
 
 
-def evaluate(*arguments: object, variables: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "prime_rl.entrypoints.eval", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT, env={**os.environ, **(variables or {})}
-    )
+def call(name: str, *arguments: object, **variables: str) -> "subprocess.CompletedProcess[str]":
+    command, env = [sys.executable, "-m", f"prime_rl.entrypoints.{name}", *map(str, arguments)], os.environ | variables
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=env)
+
+
+evaluate = partial(call, "eval")
 
 
 def attempts(directory: Path, target: str, env: str = PLAIN) -> list[dict[str, Any]]:
@@ -99,7 +100,7 @@ async def test_an_api_is_asked_by_its_chat_route_without_a_tokenizer(tmp_path):
             "--client.api-key-var", "MY_API_KEY", "--environment-ids", "reverse-text", "--num-examples", 8,
             "--max-concurrent", 1, "--sampling.max-tokens", 30, "--output-dir", tmp_path,
         ]  # fmt: skip
-        command = partial(evaluate, *arguments, variables={"MY_API_KEY": "sk-test"})
+        command = partial(evaluate, *arguments, MY_API_KEY="sk-test")
         stopped = await asyncio.to_thread(command)
         assert stopped.returncode == 1
         assert "refused the key in $MY_API_KEY" in stopped.stderr
@@ -124,13 +125,12 @@ def fine_tune(directory: Path, model: Path, url: str, *arguments: object) -> "su
     """`sft` of a few steps on one conversation, which evaluates reverse-plain."""
     rows = directory / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "ab", "completion": "ba"}) + "\n")
-    command = [
-        sys.executable, "-m", "prime_rl.entrypoints.sft", "--model.name", model, "--device", "cpu", "--data.name", rows,
+    return call(
+        "sft", "--model.name", model, "--device", "cpu", "--data.name", rows,
         "--data.seq-len", 64, "--data.batch-size", 1, "--max-steps", 5, "--output-dir", directory,
         "--eval.environment.id", PLAIN, "--eval.interval", 2,
         "--eval.num-examples", 3, "--eval.client.base-url", url, "--ckpt.interval", 2, *arguments,
-    ]  # fmt: skip
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=TIMEOUT)
+    )  # fmt: skip
 
 
 def test_fine_tuning_is_evaluated_at_once_or_later_and_again_where_it_is_resumed(tiny_model, tmp_path):

@@ -41,7 +41,6 @@ def test_every_algorithm_learns(name: str, world: World) -> None:
 
 @pytest.mark.parametrize("name", bandit.LOSSES)
 def test_every_loss_learns(name: str, world: World) -> None:
-    """Contract: so does the gradient of every loss."""
     curve = bandit.learn(LEARNING, bandit.ALGORITHMS["grpo"], bandit.LOSSES[name], 0, world)
     assert curve[-1] > curve[0] + CLEARLY
 

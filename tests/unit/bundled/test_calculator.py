@@ -43,7 +43,6 @@ _EXPRESSIONS = st.recursive(
 
 @given(_EXPRESSIONS)
 def test_integers_are_pythons(expression: str) -> None:
-    """Integer arithmetic agrees with Python's own."""
     try:
         expected = eval(expression)
     except ZeroDivisionError:

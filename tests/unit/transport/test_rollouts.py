@@ -33,7 +33,6 @@ def same(left: Sample, right: Sample) -> bool:
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.data())
 def test_rows_come_back_as_written_in_the_order_asked(tmp_path_factory, lengths, data):
-    """Any subset of rows, in any order, equals what was written."""
     envs = ("sums", "reverse-text", "alphabet")
     chosen = data.draw(st.sampled_from([None, np.uint8, np.uint16]))
     samples = [
