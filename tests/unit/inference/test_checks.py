@@ -9,7 +9,6 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 
 from prime_rl.config import InferenceConfig
@@ -49,7 +48,7 @@ def test_broken_models_are_named(model: Path) -> None:
 
 def test_a_hub_that_cannot_be_reached_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: at once, with what was looked for; a local directory asks nobody."""
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     checks.check_hub(str(model))
     with pytest.raises(UserError, match=r"^model.name: no/such is neither .*//127.0.0.1:9 cannot be reached"):
         checks.check_hub("no/such")
