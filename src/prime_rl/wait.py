@@ -1,12 +1,13 @@
 """The one way to wait. Each has a subject, an owner that must provide it, and a deadline; its error names all three.
 
-`wait` polls in a thread, `wait_async` polls in an event loop, `within` awaits something that ends by itself, and a
-`TaskThread` runs tasks and gives their results.
+`wait` polls in a thread, `wait_async` polls in an event loop, `within` awaits something that ends by itself, a
+`TaskThread` runs tasks and gives their results, and `in_thread` runs one that may never end.
 `scripts/check_waits.py` (in CI) refuses waits in `src/` that go around this module without a bound. Standard library
 only: environment workers import it.
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -69,6 +70,21 @@ async def within(awaitable: Awaitable[T], *, subject: str, owner: str, seconds: 
         if limit.expired():
             raise WaitTimeout(subject, owner, seconds) from None
         raise
+
+
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Do `work` in a daemon thread, which the end of the process does not wait for. Return the future result."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is taken
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class TaskThread:

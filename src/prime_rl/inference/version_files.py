@@ -3,15 +3,14 @@
 import asyncio
 import json
 import os
-import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
 from prime_rl import faults
 from prime_rl.transport.commit import MANIFEST, CommitError, read_manifest, verify
 from prime_rl.transport.weights import INDEX, TensorEntry, WeightsManifest, weights_manifest
+from prime_rl.wait import in_thread
 
 MESSAGE_CHARACTERS = 8192  # it may quote what a request or a manifest says
 STALL_SECONDS = 45.0  # of a read, without progress; shorter than a weight change waits for another one
@@ -98,16 +97,7 @@ def check_fit(tensors: dict[str, TensorEntry], base: dict[str, TensorEntry], tie
 
 async def read(function: Callable[[], T], subject: Path | str, seconds: float) -> T:
     """Return `function()` from a daemon thread, since a file system may hang. Rejected (503) after `seconds`."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - it is the caller's
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="read", daemon=True).start()
+    future = in_thread(function, "read")
     done, _ = await asyncio.wait({asyncio.wrap_future(future)}, timeout=seconds)
     if not done:
         raise Rejected(503, f"{subject} could not be read within {seconds:.0f} s")

@@ -13,23 +13,8 @@ from typing import Literal
 
 from prime_rl import faults
 from prime_rl.errors import UserError
-from prime_rl.transport.commit import (
-    MANIFEST,
-    CommitError,
-    FileEntry,
-    FormatError,
-    Manifest,
-    clean_stages,
-    disk_errors,
-    hash_file,
-    list_steps,
-    prune,
-    read_manifest,
-    step_dir,
-    subject_of,
-    verify,
-    write_atomically,
-)
+from prime_rl.transport import commit
+from prime_rl.transport.commit import MANIFEST, CommitError, Manifest, list_steps, read_manifest, step_dir
 from prime_rl.transport.protocol import expendable_checkpoints, valid
 
 Part = Literal["trainer", "orchestrator"]
@@ -68,17 +53,17 @@ def join(root: Path, step: int, parts: Sequence[Part], producer: str) -> None:
     Raises CommitError if a part is not committed.
     """
     path = step_dir(root, step) / MANIFEST
-    clean_stages(path.parent, MANIFEST)  # left by an earlier incarnation of the owner
+    commit.clean_stages(path.parent, MANIFEST)  # left by an earlier incarnation of the owner
     if path.is_file():
         return
-    files: dict[str, FileEntry] = {}
+    files: dict[str, commit.FileEntry] = {}
     for part in parts:
         own = part_dir(root, step, part) / MANIFEST
         read_manifest(own.parent)
-        files[f"{part}/{MANIFEST}"] = {"size": own.stat().st_size, "xxh3": hash_file(own)}
+        files[f"{part}/{MANIFEST}"] = {"size": own.stat().st_size, "xxh3": commit.hash_file(own)}
     faults.point(f"join:checkpoints/step_{step}", path)
     joint = Manifest(step, producer, files[f"{parts[0]}/{MANIFEST}"]["xxh3"][:16], files, {"parts": list(parts)})
-    write_atomically(path, json.dumps(vars(joint), indent=1).encode())
+    commit.write_atomically(path, json.dumps(vars(joint), indent=1).encode())
     faults.point(f"joined:checkpoints/step_{step}", path)
 
 
@@ -110,11 +95,11 @@ def check(root: Path, step: int, part: Part) -> None:
     """
     directory, own = step_dir(root, step), part_dir(root, step, part)
     try:
-        verify(own)
+        commit.verify(own)
         if (directory / MANIFEST).is_file():
             entry = read_manifest(directory).files.get(f"{part}/{MANIFEST}")
             # None: joined before this process took part.
-            if entry is not None and hash_file(own / MANIFEST) != entry["xxh3"]:
+            if entry is not None and commit.hash_file(own / MANIFEST) != entry["xxh3"]:
                 raise CommitError(f"{own} is not the part that {directory / MANIFEST} names")
     except CommitError as error:
         others = ", ".join(str(other) for other in complete_steps(root) if other != step)
@@ -134,7 +119,7 @@ def remove_expendable(
     incomplete = set(steps_with(root, *BOTH_PARTS)).difference(complete)
     expendable |= {step for step in incomplete if complete and step < complete[-1]}
     for step in sorted(expendable.difference(in_progress)):
-        prune(step_dir(root, step))
+        commit.prune(step_dir(root, step))
 
 
 def supersede_after(root: Path, step: int, incarnation: int) -> list[Path]:
@@ -144,8 +129,8 @@ def supersede_after(root: Path, step: int, incarnation: int) -> list[Path]:
     """
     renamed = []
     for directory in (step_dir(root, number) for number in steps_with(root, *BOTH_PARTS) if number > step):
-        faults.point(f"set-aside:{subject_of(directory)}")
-        with disk_errors(directory, "it stays as it is"):
+        faults.point(f"set-aside:{commit.subject_of(directory)}")
+        with commit.disk_errors(directory, "it stays as it is"):
             renamed.append(directory.rename(root / f"given_up_{incarnation}_{directory.name}"))
     return renamed
 
@@ -153,11 +138,11 @@ def supersede_after(root: Path, step: int, incarnation: int) -> list[Path]:
 def clean(root: Path, part: Part) -> None:
     """Remove what a dead writer of `part` left unfinished."""
     for step in list_steps(root):
-        clean_stages(step_dir(root, step), part)
+        commit.clean_stages(step_dir(root, step), part)
         if part == "trainer":  # which is the first to write into a checkpoint
             with suppress(OSError):  # it is not empty
                 step_dir(root, step).rmdir()
-    clean_stages(root)
+    commit.clean_stages(root)
 
 
 def recoverable(root: Path, recovery: Path, incarnations: Mapping[int, int]) -> Iterator[tuple[int, Path, str | None]]:
@@ -176,9 +161,9 @@ def recoverable(root: Path, recovery: Path, incarnations: Mapping[int, int]) -> 
     for step, directory in sorted(states, reverse=True):
         try:
             if valid(step, saved_by(read_manifest(directory), max(incarnations, default=0)), incarnations):
-                verify(directory)
+                commit.verify(directory)
                 yield step, directory, None
-        except FormatError as error:
+        except commit.FormatError as error:
             raise UserError(f"cannot recover: {error}") from error
         except CommitError as error:
             yield step, directory, str(error)

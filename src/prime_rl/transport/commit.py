@@ -104,7 +104,8 @@ class Stage:
                 files[name] = {"size": path.stat().st_size, "xxh3": hashes.get(name) or hash_file(path)}
             faults.point(f"fsync:{subject}")
             manifest = Manifest(step, producer, self.nonce, files, extra or {})
-            _write_durably(self.path / MANIFEST, json.dumps(vars(manifest), indent=1).encode())
+            (self.path / MANIFEST).write_bytes(json.dumps(vars(manifest), indent=1).encode())
+            sync(self.path / MANIFEST)
             faults.point(f"manifest:{subject}", self.path / MANIFEST)
             for folder in {path.parent for path in self.path.rglob("*")}:
                 sync(folder)
@@ -221,7 +222,8 @@ def write_atomically(path: Path, data: bytes) -> None:
     temporary = path.parent / f".{path.name}.tmp-{secrets.token_hex(8)}"
     with disk_errors(path):
         try:
-            _write_durably(temporary, data)
+            temporary.write_bytes(data)
+            sync(temporary)
             faults.point(f"rename:{subject_of(path)}", temporary)
             os.replace(temporary, path)
         except BaseException:
@@ -298,13 +300,6 @@ def remove(path: Path) -> None:
         pass
     except OSError as error:
         logger.warning("{} cannot be removed: {}", path, error)
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def sync(path: Path) -> None:

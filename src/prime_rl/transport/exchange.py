@@ -23,7 +23,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
@@ -40,6 +39,7 @@ from torch import Tensor
 from prime_rl.errors import UserError
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import PublisherAddress, TensorEntry, WeightsManifest
+from prime_rl.wait import in_thread
 
 DTYPES = {  # by their names in safetensors
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -414,11 +414,10 @@ class Subscriber:
             host = torch.empty(TCP_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) if buffer.is_cuda else None
             for block in buffer.split(TCP_BLOCK_BYTES):
                 progress()
-                if host is None:
-                    channel.receive_bytes(block.numpy().data)
-                else:
-                    channel.receive_bytes(host[: len(block)].numpy().data)
-                    block.copy_(host[: len(block)])
+                received = block if host is None else host[: len(block)]
+                channel.receive_bytes(received.numpy().data)
+                if host is not None:
+                    block.copy_(received)
 
 
 # ---- NCCL
@@ -485,15 +484,7 @@ class _NcclGroup:
 
     def _begin_first(self, block: Tensor) -> dist.Work:
         """Begin in a thread that can be abandoned: the first call waits for the peer and does not notice its death."""
-        begun: Future[dist.Work] = Future()
-
-        def begin() -> None:
-            try:
-                begun.set_result(self._begin(block))
-            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-                begun.set_exception(error)
-
-        threading.Thread(target=begin, name="nccl", daemon=True).start()
+        begun = in_thread(lambda: self._begin(block), "nccl")
         self._wait(begun.done, "the other side did not join the NCCL group")
         return begun.result(timeout=0)
 
