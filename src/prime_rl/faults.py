@@ -26,20 +26,16 @@ Kind = Literal["kill", "stop", "enospc", "tear", "delay", "drop", "duplicate", "
 class Fault:
     """What happens in one process (trainer, orchestrator, inference, environment) at a point.
 
-    Args:
-        point: Pattern (`fnmatch`) of the point's name.
-        do: `kill` (SIGKILL to itself), `stop` (SIGSTOP), `enospc` (the error of a full disk), `tear` (the file at hand
-            is cut in half, then SIGKILL), `delay` (sleep); `drop`, `duplicate` and `error` are the caller's to do.
-        nth, times: It fires from the nth match on (1-based, counted over all incarnations), so often.
-        seconds: Length of a delay.
+    `do`: `kill` (SIGKILL to itself), `stop` (SIGSTOP), `enospc` (the error of a full disk), `tear` (the file at hand is
+    cut in half, then SIGKILL), `delay` (sleep); `drop`, `duplicate` and `error` are the caller's to do.
     """
 
-    point: str
+    point: str  # pattern (`fnmatch`) of its name
     process: str
     do: Kind
-    nth: int = 1
-    times: int = 1
-    seconds: float = 0.0
+    nth: int = 1  # the first match at which it fires (1-based, counted over all incarnations)
+    times: int = 1  # so often
+    seconds: float = 0.0  # of a delay
 
 
 _plan: list[tuple[Fault, Path]] = []  # each with the file whose length counts its matches

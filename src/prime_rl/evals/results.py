@@ -55,25 +55,18 @@ class EvalResults:
 
     Failed attempts say nothing about the policy: they are left out of every mean, and counted. A task without a scored
     attempt is left out as well.
-
-    Attributes:
-        policy: `step_<version>`, or `api`.
-        solved_at: The reward from which an attempt has solved its task.
-        seconds: From the start to the last attempt.
-        rows: What `results.jsonl` says of each attempt, of an earlier command the scored ones; `reward` is None where
-            it failed.
-        input_tokens, output_tokens: Of all attempts that were ever made.
     """
 
     plan: EvalPlan
     tasks: Sequence[TaskInfo]
     version: int
-    policy: str = ""
+    policy: str = ""  # `step_<version>`, or `api`
     hash: str = ""
-    solved_at: float = 1.0
-    seconds: float = 0.0
+    solved_at: float = 1.0  # the reward from which an attempt has solved its task
+    seconds: float = 0.0  # from the start to the last attempt
+    # What `results.jsonl` says, of an earlier command of the scored ones; `reward` is None where it failed.
     rows: dict[Attempt, dict[str, Any]] = field(default_factory=dict)
-    input_tokens: int = 0
+    input_tokens: int = 0  # of all attempts that were ever made
     output_tokens: int = 0
     _file: JsonLines | None = None
 

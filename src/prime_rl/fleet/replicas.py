@@ -39,32 +39,21 @@ class ReplicaState(StrEnum):
 
 @dataclass(eq=False)
 class Replica:
-    """One server. Only `ReplicaPool.move` changes its state.
-
-    Attributes:
-        unverified: Episodes that it samples, or has sampled since it was last verified.
-        invalid: Those that a process sampled which has been replaced since: no verification covers them.
-        missed_probes: How many times in a row it did not answer.
-        failures: Consecutive failed episodes there; those that fail together count once.
-        failed_loads: How many loads failed since it was ready last.
-        quarantine_reason: Why it is still quarantined.
-        mismatch: Why it failed its last verification; empty if it passed.
-        loaded: The last version that it loaded.
-        loading: The version that it is loading, if it is.
-    """
+    """One server. Only `ReplicaPool.move` changes its state."""
 
     client: ServerClient
     state: ReplicaState = ReplicaState.QUARANTINED
     in_flight: int = 0
-    unverified: set[str] = field(default_factory=set)
+    unverified: set[str] = field(default_factory=set)  # episodes that it samples, or has since it was last verified
+    # Those that a process sampled which has been replaced since: no verification covers them.
     invalid: set[str] = field(default_factory=set)
-    missed_probes: int = 0
-    failures: int = 0
-    failed_loads: int = 0
-    quarantine_reason: str = ""
-    mismatch: str = ""
-    loaded: Served | None = None
-    loading: int | None = None
+    missed_probes: int = 0  # in a row: it did not answer
+    failures: int = 0  # consecutive failed episodes there; those that fail together count once
+    failed_loads: int = 0  # since it was ready last
+    quarantine_reason: str = ""  # why it is still quarantined
+    mismatch: str = ""  # why it failed its last verification; empty if it passed
+    loaded: Served | None = None  # the last version that it loaded
+    loading: int | None = None  # the version that it is loading, if it is
     _load_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

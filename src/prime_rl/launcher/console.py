@@ -31,9 +31,6 @@ class Console:
     Args:
         max_steps: How many steps the run makes; None: until it is stopped.
         bench: Trainer and orchestrator have no steps in common.
-
-    Attributes:
-        steps: Different steps that were printed.
     """
 
     def __init__(self, output_dir: Path, max_steps: int | None, bench: bool = False) -> None:
@@ -46,7 +43,7 @@ class Console:
         self._updates: dict[int, Row] = {}  # the trainer's rows that have no line yet
         self._step_ends: list[float] = []  # unix times, since
         self._steady = 0.0  # the last process was ready: before, steps waited for its start
-        self.steps: set[int] = set()
+        self.steps: set[int] = set()  # that were printed
 
     def say(self, text: str) -> None:
         say(f"{time.strftime('%H:%M:%S')} {text}")

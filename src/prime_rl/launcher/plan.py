@@ -79,18 +79,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class HostResources:
-    """What the plan depends on besides the configuration.
-
-    Attributes:
-        gpu_gib: Memory of the smallest of these GPUs; None where nobody can say.
-        weights_gib: Size of the served model's files; None for one that is not on this host, or without GPUs.
-    """
+    """What the plan depends on besides the configuration."""
 
     gpus: Sequence[str]
     cores: int
     environ: Mapping[str, str]
-    gpu_gib: float | None = None
-    weights_gib: float | None = None
+    gpu_gib: float | None = None  # memory of the smallest of these GPUs; None where nobody can say
+    weights_gib: float | None = None  # of the served model's files; None for one not on this host, or without GPUs
 
     @classmethod
     def of_this_host(cls, inference: InferenceConfig | None) -> Self:
@@ -105,24 +100,15 @@ class HostResources:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which GPUs each process uses, and how much of their memory.
+    """Which GPUs each process uses, and how much of their memory."""
 
-    Attributes:
-        servers: GPUs of each server that is started; none on a CPU. Several servers may name the same GPU.
-        trainer: GPUs of the trainer.
-        utilization: Share of a GPU's memory that one server may use; None: vLLM's choice.
-        cache_gib: KV cache of one server, in GiB. None: vLLM sizes it from free memory, so nothing else may allocate on
-            the GPU while it starts.
-        training_gib: What the trainer may use of a GPU that also serves; None where it has its GPUs for itself.
-        ports: Of each server, after `inference.server.port`.
-    """
-
-    servers: tuple[tuple[str, ...], ...]
+    servers: tuple[tuple[str, ...], ...]  # of each that is started; none on a CPU. Several may name the same GPU
     trainer: tuple[str, ...]
-    utilization: float | None = None
+    utilization: float | None = None  # share of a GPU's memory that one server may use; None: vLLM's choice
+    # KV cache of one server. None: vLLM sizes it from free memory: nothing else may allocate while it starts.
     cache_gib: float | None = None
-    training_gib: float | None = None
-    ports: tuple[int, ...] = ()
+    training_gib: float | None = None  # of a GPU that also serves; None where the trainer has its GPUs for itself
+    ports: tuple[int, ...] = ()  # of each server, after `inference.server.port`
 
 
 def make_plan(config: RLConfig, machine: HostResources) -> Plan:

@@ -53,19 +53,12 @@ class ChildState(Enum):
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When a process counts as stalled, and how often it is restarted. Times in seconds.
+    """When a process counts as stalled, and how often it is restarted. Times in seconds."""
 
-    Args:
-        max_restarts: Of one process while the run gets no further. 0: any failure ends the run.
-        backoff: Before the first restart; doubled with each further one, up to a minute.
-        heartbeat_timeout: Without a heartbeat.
-        stall_timeout: Without progress, while it waits for nobody.
-    """
-
-    max_restarts: int = 0
-    backoff: float = 1.0
-    heartbeat_timeout: float = 60.0
-    stall_timeout: float = 1800.0
+    max_restarts: int = 0  # of one process while the run gets no further. 0: any failure ends the run
+    backoff: float = 1.0  # before the first restart; doubled with each further one, up to a minute
+    heartbeat_timeout: float = 60.0  # without a heartbeat
+    stall_timeout: float = 1800.0  # without progress, while it waits for nobody
 
 
 def stall_reason(
@@ -151,10 +144,6 @@ class Supervisor:
         say: Shows a line to the user.
         tick: Called at every look.
         drained: Says what the jobs still do when they are asked to stop.
-
-    Attributes:
-        failures: How the processes ended that made the run fail, and the ends of their logs.
-        restarts: How often each process was started again.
     """
 
     def __init__(
@@ -174,8 +163,8 @@ class Supervisor:
         self._interrupts = 0
         self._interrupted_at = -math.inf
         self._drain_deadline: float | None = None
-        self.failures: list[str] = []
-        self.restarts: dict[str, int] = {}
+        self.failures: list[str] = []  # how the processes ended that made the run fail, and the ends of their logs
+        self.restarts: dict[str, int] = {}  # how often each process was started again
 
     def run(self, signals: bool = True) -> RunOutcome:
         """Block until the run is over and its processes are stopped. `signals`: handle them (main thread only)."""

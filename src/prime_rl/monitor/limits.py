@@ -24,25 +24,15 @@ _KEPT = 200  # rows: one side is ahead of the other, or goes back to a recovery 
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of a window's time, from 0 to 1: four of the trainer's, two of the engines', one of a worker's.
+    """Shares of a window's time, from 0 to 1: four of the trainer's, two of the engines', one of a worker's."""
 
-    Args:
-        waited: The trainer waited for a batch.
-        publish: The trainer waited until an earlier version was published.
-        saved: The trainer's loop stood still for a checkpoint.
-        read: The trainer waited for a batch that was committed to be read and packed.
-        idle: No episode was in flight.
-        paused: The engines generated nothing while they loaded weights.
-        cpu: What the busiest environment worker used of a core; 0 where it is not known.
-    """
-
-    waited: float = 0.0
-    publish: float = 0.0
-    saved: float = 0.0
-    read: float = 0.0
-    idle: float = 0.0
-    paused: float = 0.0
-    cpu: float = 0.0
+    waited: float = 0.0  # the trainer waited for a batch
+    publish: float = 0.0  # the trainer waited until an earlier version was published
+    saved: float = 0.0  # the trainer's loop stood still for a checkpoint
+    read: float = 0.0  # the trainer waited for a batch that was committed to be read and packed
+    idle: float = 0.0  # no episode was in flight
+    paused: float = 0.0  # the engines generated nothing while they loaded weights
+    cpu: float = 0.0  # what the busiest environment worker used of a core; 0 where it is not known
 
     @property
     def trained(self) -> float:

@@ -47,34 +47,20 @@ class Waiting:
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """Times are unix seconds.
+    """Times are unix seconds."""
 
-    Args:
-        process: `trainer`, `orchestrator`, `inference`; `trainer.1` is the trainer's rank 1.
-        phase: What it does, with progress within it after `: `.
-        step: The step it is at (0-based).
-        since: When the phase began.
-        heartbeat: When the process last reported that it is alive.
-        waiting: What it waits for.
-        outcome: How it ended, by its own word: `finished`, `stopped`, `failed: …`.
-        progress: When it last made any: another phase, step or item of work, or the end of a wait. 0: not known.
-        ready: When it reached its steady state in this incarnation; None before.
-        host: Name of the host that it runs on.
-        started: Its start time in clock ticks since that host's boot, which tells a reused pid. 0: not known.
-    """
-
-    process: str
+    process: str  # `trainer`, `orchestrator`, `inference`; `trainer.1` is the trainer's rank 1
     pid: int
-    phase: str
-    step: int | None
-    since: FiniteFloat
-    heartbeat: FiniteFloat
-    waiting: Waiting | None
-    outcome: str | None
-    progress: FiniteFloat = 0.0
-    ready: FiniteFloat | None = None
+    phase: str  # what it does, with progress within it after `: `
+    step: int | None  # that it is at (0-based)
+    since: FiniteFloat  # when the phase began
+    heartbeat: FiniteFloat  # when the process last reported that it is alive
+    waiting: Waiting | None  # what it waits for
+    outcome: str | None  # how it ended, by its own word: `finished`, `stopped`, `failed: …`
+    progress: FiniteFloat = 0.0  # when it last made any: another phase, step or item, the end of a wait. 0: not known
+    ready: FiniteFloat | None = None  # when it reached its steady state in this incarnation; None before
     host: str = ""
-    started: int = 0
+    started: int = 0  # in clock ticks since that host's boot, which tells a reused pid. 0: not known
 
     @property
     def id(self) -> ProcessId:
