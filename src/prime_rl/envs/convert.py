@@ -58,7 +58,7 @@ class Turn:
             computed = "none" if experts is None else f"those of {experts.end} tokens"
             raise Misaligned(f"a turn of {size} tokens has {computed} of the experts that the engine chose")
         if experts.start <= first:
-            return experts.part(first, experts.end)
+            return experts.rows[(first - experts.start) * experts.row_bytes :]
         if self.extended is None:
             raise Misaligned(f"the experts that the engine chose begin at token {experts.start}, not {first}")
         earlier = self.extended.experts_from(first)

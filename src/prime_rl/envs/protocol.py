@@ -79,11 +79,6 @@ class RoutedExperts:
         """The token after the last one that has experts."""
         return self.start + len(self.rows) // self.row_bytes
 
-    def part(self, start: int, end: int) -> bytes:
-        """The rows of tokens [start, end), all of which it has."""
-        assert self.start <= start <= end <= self.end
-        return self.rows[(start - self.start) * self.row_bytes : (end - self.start) * self.row_bytes]
-
 
 @dataclass
 class SampleTokens:

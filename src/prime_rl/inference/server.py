@@ -116,7 +116,6 @@ def dry_run(config: InferenceConfig) -> None:
     if config.vllm and engine is not None:
         compat.parse_arguments(engine, argv, config.vllm)
     path = dry_path(config.output_dir, "inference")
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_toml(config, path)
     installed = f"vLLM {engine.release} ({engine.device})" if engine else compat.INSTALL_HINT
     sys.stdout.write(f"engine       {installed}\n")

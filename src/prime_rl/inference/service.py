@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from loguru import logger
 
@@ -31,8 +31,6 @@ POLL_SECONDS = 0.01  # between two calls that ask for the progress of staging
 FIRST_STAGING_SECONDS = 0.05  # expected before the first version
 EXCHANGE_FAILED = 424  # HTTP's "failed dependency": the exchange with the trainer failed; a retry may succeed
 _PREFERENCE = ("device", "host", "nowhere")  # where workers keep a staged version, the best first
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -107,21 +105,16 @@ class WeightService:
         """Serve the committed directory `weight_dir`, which must hold `version`; requests in flight continue. Rejected:
         with a 4xx the old weights serve on. After a 5xx `served` says what is served, if anything: a load failed
         half-way, or the engine did not resume."""
-        return await self._change(lambda change: self._update(weight_dir, version, change))
+        return await self._run_exclusively(lambda change: self._update(weight_dir, version, change))
 
     async def reload(self) -> WeightUpdate:
         """Serve the base weights again; as `update`."""
-        return await self._change(self._reload)
-
-    async def _change(self, action: Callable[[WeightUpdate], Coroutine[Any, Any, None]]) -> WeightUpdate:
-        change = WeightUpdate()
-        await self._run_exclusively(lambda: action(change))
-        return change
+        return await self._run_exclusively(self._reload)
 
     async def pause(self, paused: bool) -> None:
         """Stop generating, keeping requests in flight, or resume. An update is possible then and does not resume."""
 
-        async def action() -> None:
+        async def action(_: WeightUpdate) -> None:
             if self._broken is not None:
                 raise Rejected(500, self._broken)
             if paused:
@@ -271,15 +264,17 @@ class WeightService:
         except (CommitError, OSError) as error:
             raise Rejected(500, f"the base model cannot be hashed: {error}") from error
 
-    async def _run_exclusively(self, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        async def run() -> T:
+    async def _run_exclusively(self, action: Callable[[WeightUpdate], Coroutine[Any, Any, None]]) -> WeightUpdate:
+        change = WeightUpdate()
+
+        async def run() -> None:
             try:
                 async with asyncio.timeout(LOCK_SECONDS):
                     await self._lock.acquire()
             except TimeoutError as error:
                 raise Rejected(409, f"another weight change is still running after {LOCK_SECONDS:.0f} s") from error
             try:
-                return await action()
+                await action(change)
             finally:
                 self._lock.release()
 
@@ -287,11 +282,12 @@ class WeightService:
         self._tasks.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._tasks.discard)
         try:
-            return await asyncio.shield(task)  # bounded: every step of a change has a deadline
+            await asyncio.shield(task)  # bounded: every step of a change has a deadline
         except asyncio.CancelledError:
             if task.cancelled():
                 raise Rejected(503, "the server is stopping") from None
             raise
+        return change
 
 
 @asynccontextmanager
