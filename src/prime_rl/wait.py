@@ -29,18 +29,8 @@ class WaitTimeout(UserError):
 
 
 def wait(until: Callable[[], T | None], *, subject: str, owner: str, seconds: float, poll: float = 0.1) -> T:
-    """Poll `until` until it returns something truthy, and return that.
-
-    Args:
-        until: Polls once.
-        subject: What to wait for.
-        owner: Who owes it.
-        seconds: The deadline, counted from now.
-        poll: Seconds between polls; at least 0.05.
-
-    Raises:
-        WaitTimeout: after `seconds`.
-    """
+    """Call `until` every `poll` seconds, at least 0.05, until it returns something truthy, and return that.
+    Raises WaitTimeout after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := until()):
         if time.monotonic() >= deadline:
@@ -88,12 +78,9 @@ def in_thread(work: Callable[[], T], name: str) -> Future[T]:
 
 
 class TaskThread:
-    """A thread that does one task at a time, and the tasks whose results nobody has taken yet.
+    """A thread that does one task at a time, after the `initializer`, and the tasks whose results nobody has taken yet.
 
-    Args:
-        owner: Who runs them.
-        seconds: The deadline of each, counted from when it is waited for.
-        initializer: What the thread does first.
+    `seconds` is the deadline of each, counted from when it is waited for.
     """
 
     def __init__(self, name: str, owner: str, seconds: float, initializer: Callable[[], object] | None = None) -> None:

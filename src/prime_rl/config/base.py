@@ -59,7 +59,6 @@ def option(default: Any, description: str, mark: str = "", **constraints: Any) -
 
 
 def has_mark(field: FieldInfo, mark: str) -> bool:
-    """Whether the field is declared with this `mark`."""
     extra = field.json_schema_extra
     return isinstance(extra, dict) and bool(extra.get(mark))
 

@@ -116,11 +116,6 @@ class EnvPool:
     """Workers for several environments, and the episodes that they run.
 
     Environments that differ in their names alone share workers.
-
-    Attributes:
-        workers: All processes that are up, by their identities: `environment/number`.
-        sets: What belongs to each environment, by its name; those that are alike share one.
-        restarts: How many processes died and were replaced.
     """
 
     def __init__(
@@ -151,7 +146,7 @@ class EnvPool:
         """
         self._base_url = base_url
         self._samplers = samplers or {}
-        self.sets: dict[str, WorkerSet] = {}
+        self.sets: dict[str, WorkerSet] = {}  # of each environment, by its name; those that are alike share one
         alike: dict[str, WorkerSet] = {}  # a training environment that is evaluated as well is loaded once
         for config in envs:
             for name in config.secrets:
@@ -185,8 +180,8 @@ class EnvPool:
             settings = repr((replace(setup, name=""), variables, workers))
             self.sets[config.name] = alike.setdefault(settings, WorkerSet(config, setup, variables, log))
         self._all_sets = list(alike.values())
-        self.workers: dict[str, Worker] = {}
-        self.restarts = 0
+        self.workers: dict[str, Worker] = {}  # all that are up, by their identities: `environment/number`
+        self.restarts = 0  # how many processes died and were replaced
         self._start_timeout = 0.0
         self._numbers = itertools.count(1)  # of workers and requests
         self._tasks: list[asyncio.Task[None]] = []

@@ -85,20 +85,15 @@ async def _run_evals(config: EvalConfig, status: Status) -> list[EvalResults]:
 
 
 class Evaluation:
-    """What one command evaluates.
-
-    Attributes:
-        fleet: The servers, all serving one policy at a time; those that do not answer wait for the next one. None: an
-            API is asked by its chat route.
-        skipped: Versions that are not evaluated, and why.
-    """
+    """What one command evaluates."""
 
     def __init__(self, config: EvalConfig, pool: EnvPool, monitor: Monitor, status: Status) -> None:
         self._config, self._pool, self._monitor, self._status = config, pool, monitor, status
         self._results: dict[tuple[str, str], EvalResults] = {}
         self._hashes: dict[int, str] = {}  # of the versions that were evaluated
+        # All serve one policy at a time; those that do not answer wait for the next one. None: an API's chat route.
         self.fleet: ReplicaPool | None = None
-        self.skipped: dict[int, str] = {}
+        self.skipped: dict[int, str] = {}  # versions that are not evaluated, and why
 
     @property
     def results(self) -> list[EvalResults]:

@@ -46,25 +46,19 @@ class KeyRejected(UserError):
 class EvalRunner:
     """Makes all attempts that are missing in `results`. What has ended is kept at once, whatever ends the rest.
 
-    Args:
-        max_concurrent: Attempts in flight, at all environments.
-        timeout: Seconds that one attempt may take.
-        fleet: Servers of this version. An attempt goes to one of them, and is kept once that one is verified to have
-            served the version all the time; else it is made again. None: an API, which environments ask without us.
-        show: Called with the number of attempts that are made, and of all.
-        quarantine: Takes a server that failed its verification out of use (None: `fleet` does).
-        superseded: Whether the version cannot be, or is no longer to be, evaluated: the runner ends.
+    An attempt goes to a server of `fleet`, and is kept once that one is verified to have served the version all the
+    time; else it is made again.
     """
 
     pool: EnvPool
     results: Sequence[EvalResults]
     seed: int
-    max_concurrent: int
-    timeout: float
-    fleet: ReplicaPool | None = None
-    show: Callable[[int, int], None] = lambda done, total: None
-    quarantine: Callable[[Replica, str], None] | None = None
-    superseded: Callable[[], bool] = lambda: False
+    max_concurrent: int  # attempts in flight, at all environments
+    timeout: float  # seconds that one attempt may take
+    fleet: ReplicaPool | None = None  # servers of this version. None: an API, which environments ask without us
+    show: Callable[[int, int], None] = lambda done, total: None  # numbers of attempts
+    quarantine: Callable[[Replica, str], None] | None = None  # of one that fails its verification (None: `fleet`'s)
+    superseded: Callable[[], bool] = lambda: False  # the version cannot, or need not, be evaluated: the runner ends
 
     async def run(self) -> None:
         """Run all that is missing. Raises KeyRejected where the API rejected the key."""

@@ -50,26 +50,19 @@ LoadError = UserError | CommitError
 
 
 class WeightSync:
-    """What the replicas of a run serve. `start` comes first, then `begin`, then `follow` and `watch`.
+    """What the replicas of a run serve. `start` comes first, then `begin`, then `follow` and `watch`."""
 
-    Attributes:
-        published: What the trainer has published.
-        scheduler: Of the run; its version is what the replicas serve.
-        version_lock: Held while the version that is served must not change.
-        batch_lock: Held while finished episodes must not be invalidated.
-        seconds: Spent on updates since `take_times`.
-        phases: Of these, what each phase took the slowest server (`inference.service.WeightUpdate`).
-    """
-
-    scheduler: "Scheduler[Any]"
+    scheduler: "Scheduler[Any]"  # its version is what the replicas serve
 
     def __init__(self, config: "OrchestratorConfig", pool: ReplicaPool, status: Status, loop: "Orchestrator") -> None:
         self.config, self.pool, self.status, self._loop = config, pool, status, loop
         self.published = PublishedVersions(config.output_dir)
+        # The first is held while the version that is served must not change, the second while finished episodes must
+        # not be invalidated.
         self.version_lock = asyncio.Lock()  # bounded: its holders only wait with deadlines
         self.batch_lock = asyncio.Lock()  # bounded: its holders only wait with deadlines
-        self.seconds = 0.0
-        self.phases: dict[str, float] = {}
+        self.seconds = 0.0  # spent on updates since `take_times`
+        self.phases: dict[str, float] = {}  # of these, by phase, the slowest server's (`service.WeightUpdate`)
         self._settled = True  # not while the ready replicas load another version
         self._loads: dict[Replica, asyncio.Task[None]] = {}  # of that version
         self._joins: dict[Replica, asyncio.Task[None]] = {}

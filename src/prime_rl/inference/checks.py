@@ -173,7 +173,6 @@ def gpu_count() -> int:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError as error:

@@ -312,7 +312,6 @@ class WeightsExtension:
         return follow(server)
 
     def prime_tensors(self, staging: Staging, identity: Identity) -> Iterable[tuple[str, Tensor]]:
-        """The staged tensors."""
         for name, tensor in staging.tensors:
             yield name, tensor
             # Where vLLM reloads: in the middle of a layer, which it assembles from several tensors.

@@ -62,7 +62,6 @@ class Limit:
 
 
 def limit_of(shares: Shares) -> Limit:
-    """What limits a run whose time goes like this."""
     trained, sampled = shares.trained, shares.sampled
     worker_bound = sampled > 0 and shares.cpu >= FULL * sampled
     if trained >= max(FULL, sampled):

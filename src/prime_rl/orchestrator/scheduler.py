@@ -230,11 +230,8 @@ class Scheduler(Generic[Result]):
     """The scheduler's state.
 
     Args:
-        limits: The numbers.
         tasks: Endless iterator over tasks, in the order in which groups are opened.
         step: The first step to collect (0 in a fresh run).
-        version: The policy version the servers serve.
-        incarnation: The trainer's present incarnation.
         emit: Called with every event, in order.
         gate: Returns why a group that ended and is verified should not be trained, or None. One that it rejects leaves
             room for another, so that batches stay full.

@@ -23,7 +23,6 @@ BOTH_PARTS: tuple[Part, ...] = ("trainer", "orchestrator")
 
 
 def part_dir(root: Path, step: int, part: Part) -> Path:
-    """Return the final place of one process's part."""
     return step_dir(root, step) / part
 
 

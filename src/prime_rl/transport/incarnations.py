@@ -100,7 +100,6 @@ class PublishedVersions:
 
     @property
     def incarnation(self) -> Incarnation:
-        """The trainer's current incarnation."""
         return current_incarnation(self.incarnations)
 
     @property
