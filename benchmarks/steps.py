@@ -18,7 +18,14 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Lfm2Config,
+    PretrainedConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.config.trainer import WeightsConfig
@@ -49,13 +56,17 @@ _SMALL: dict[str, Any] = {
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 TINY = {"tiny": Qwen3Config(**_SMALL), "tiny-moe": Qwen3MoeConfig(**_SMALL, **_EXPERTS)}
-# Published shapes that `find_model` does not know: a quarter of the layers attend, the others are gated delta rules.
+# Published shapes of hybrids, which `find_model` does not know: gated delta rules, short convolutions.
 SHAPES = {
     "Qwen3.5-0.8B": Qwen3_5TextConfig(
         vocab_size=248320, hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=8,
         num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16,
         linear_key_head_dim=128, linear_value_head_dim=128, tie_word_embeddings=True,
-    )
+    ),
+    "LFM2-1.2B": Lfm2Config(
+        vocab_size=65536, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+        layer_types=["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
+    ),
 }  # fmt: skip
 TOKENIZER = Path(__file__).parent.parent / "assets" / "tiny-reverse"
 SAMPLES = 128  # of a step whose lengths are spread as rollouts are, per rank: about seven micro-batches of 16k tokens
@@ -66,7 +77,7 @@ class Case:
     """One row of a table.
 
     Args:
-        model: 0.6B, 1.7B, 4B, 8B, 30B-A3B, Qwen3.5-0.8B, tiny or tiny-moe; random weights.
+        model: 0.6B, 1.7B, 4B, 8B, 30B-A3B, one of `SHAPES`, tiny or tiny-moe; random weights.
         documents: Of a micro-batch: `16x4096` (number x tokens), or `lognormal:16384` (128 samples a step and rank, as
             long as rollouts, in as many micro-batches of so many tokens as they need).
         loss: `rl` or `sft`.

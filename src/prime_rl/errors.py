@@ -3,6 +3,8 @@
 import errno
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -18,3 +20,19 @@ def say(text: str) -> None:
             raise
         with open(os.devnull, "w") as nowhere:  # nor may the interpreter report the broken pipe at exit
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+@contextmanager
+def user_errors(text: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise an exception of `kinds` as a UserError, of `text` and the exception's own. A UserError stays as it is."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as error:
+        raise UserError(f"{text}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message on one line, cut to 300 characters."""
+    return " ".join(str(error).split())[:300]

@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prime_rl.errors import UserError
-from prime_rl.trainer.source import one_line
+from prime_rl.errors import UserError, one_line
 
 Grads = tuple[Tensor, Tensor, Tensor]
 Operator = Callable[..., tuple[Tensor, Tensor]]

@@ -20,8 +20,7 @@ from transformers.integrations import hub_kernels
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from prime_rl.errors import UserError
-from prime_rl.trainer.source import user_errors
+from prime_rl.errors import UserError, user_errors
 
 _NAME = "prime_rl_examined"
 # Arguments of attention that are ours or change nothing

@@ -18,12 +18,12 @@ import torch
 from loguru import logger
 from transformers import PreTrainedModel
 
-from prime_rl.errors import UserError
+from prime_rl.errors import UserError, one_line
 from prime_rl.host_memory import available_bytes, local_ranks
 from prime_rl.trainer import moe, recurrent
 from prime_rl.trainer.activations import LAG, LEVELS
 from prime_rl.trainer.parallel import World, gather
-from prime_rl.trainer.source import attention_heads, one_line
+from prime_rl.trainer.source import attention_heads
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import OptimConfig, Recompute, TrainerModel

@@ -21,8 +21,8 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from prime_rl.errors import UserError
-from prime_rl.trainer import attention, moe, recurrent, routing
+from prime_rl.errors import UserError, one_line, user_errors
+from prime_rl.trainer import attention, moe, recurrent, recurrent_kernels, routing
 from prime_rl.trainer.activations import checkpoint_layers, offload_layers, wide_products
 from prime_rl.trainer.attention_needs import examine
 from prime_rl.trainer.lm_head import HeadForm, TokenLoss, fused_token_loss, logprob_entropy
@@ -31,7 +31,7 @@ from prime_rl.trainer.memory import MemoryPlan, plan_memory, use_expandable_segm
 from prime_rl.trainer.packing import MicroBatch
 from prime_rl.trainer.parallel import SingleRankReduction, World, agree, local_part
 from prime_rl.trainer.parameters import initialize_buffers, load_weights, randomize
-from prime_rl.trainer.source import Source, one_line, user_errors, without_dropout
+from prime_rl.trainer.source import Source, without_dropout
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import OptimConfig, TrainerModel
@@ -307,7 +307,7 @@ def build_policy(
     routing.set_up_balance(lm, moe.moe_blocks(lm), config, world.device)
     memory = plan_memory(config, lm, world, itemsize=dtype.itemsize, tokens=tokens, optim=optim, published=published)
     settings = memory.settings
-    kept |= routing.KEPT | recurrent.KEPT
+    kept |= routing.KEPT | recurrent_kernels.KEPT
     blocks = checkpoint_layers(lm.model.layers, settings.levels, kept, wide_products(source.config))
     apart = lm.model.layers, lm.get_input_embeddings()  # the rest is the norm before the head
     others = [each for each in lm.model.children() if each not in apart and any(True for _ in each.parameters())]

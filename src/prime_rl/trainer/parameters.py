@@ -22,9 +22,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from prime_rl.errors import UserError
+from prime_rl.errors import UserError, user_errors
 from prime_rl.trainer.parallel import World, local_part, rows_of_rank
-from prime_rl.trainer.source import user_errors
 from prime_rl.transport.commit import UNSYNCED_BYTES
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

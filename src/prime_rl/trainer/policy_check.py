@@ -14,12 +14,11 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from prime_rl.errors import UserError
+from prime_rl.errors import UserError, user_errors
 from prime_rl.trainer import attention
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import Document, collate, pads_to, to_device
 from prime_rl.trainer.parallel import World, agree
-from prime_rl.trainer.source import user_errors
 from prime_rl.transport.weights import REFERENCE_TOKENS, reference_tokens
 
 FIRST_TOKENS = 48  # of the fixed prompt's 64; the others are a second document, which must not see them

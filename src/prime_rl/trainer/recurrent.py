@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Collection
 from copy import deepcopy
 from functools import cache, partial
+from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
@@ -22,11 +23,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import PreTrainedModel
 from transformers.integrations import hub_kernels
 
+from prime_rl.errors import one_line
 from prime_rl.trainer.parallel import World, on_main
-from prime_rl.trainer.source import one_line
+from prime_rl.trainer.recurrent_kernels import AT_ONCE, CHUNK
 
 _ATTENTION = ("cu_seqlens", "max_seqlen")  # arguments of our attention, which some modules would take for their own
-_CHUNK = 64  # tokens that the kernels of the delta rule take together
 _TRIAL = (70, 1, 64, 1961, 2000)  # tokens of the documents that kernels are tried with, and tuned for
 _LOUD, _NEAR = 64.0, 0.03  # times a document's values, for others to see; how far from float32, in root mean squares
 
@@ -97,18 +98,18 @@ def on_host(cu_seqlens: npt.NDArray[np.int32], _: Tensor) -> dict[str, Tensor]:
 
 
 def on_device(cu_seqlens: npt.NDArray[np.int32], boundaries: Tensor) -> dict[str, Tensor]:
-    """Return the same on the device, by transformers' name, each chunk's document and its number in it [N, 2], and each
-    token's place in its document [T]. They are computed there: a copy from pageable memory would make the host wait."""
+    """Return the same on the device, and each token's document [1, T], both by transformers' names, and each chunk's
+    document and its number in it [N, 2]. They are computed there: a copy would make the host wait for the stream."""
     tokens = torch.arange(int(cu_seqlens[-1]), device=boundaries.device)
-    places = tokens - boundaries[torch.searchsorted(boundaries, tokens, right=True) - 1]
-    at = torch.arange(int((-(-np.diff(cu_seqlens) // _CHUNK)).sum()), device=boundaries.device)
-    counts = -(-boundaries.diff() // _CHUNK)
+    documents = torch.searchsorted(boundaries, tokens, right=True, out_int32=True)[None]
+    at = torch.arange(int((-(-np.diff(cu_seqlens) // CHUNK)).sum()), device=boundaries.device)
+    counts = -(-boundaries.diff() // CHUNK)
     totals = counts.cumsum(0)
     document = torch.searchsorted(totals, at, right=True)
     chunks = torch.stack([document, at - (totals - counts)[document]], 1).int()
-    arguments = {"cu_seq_lens_q": boundaries.clone(), "chunk_indices": chunks, "places": places.int()}
+    arguments = {"cu_seq_lens_q": boundaries.clone(), "chunk_indices": chunks, "seq_idx": documents}
     for tensor in arguments.values():
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        torch._dynamo.maybe_mark_dynamic(tensor, tensor.ndim - 1 if tensor is documents else 0)
     return arguments
 
 
@@ -146,16 +147,19 @@ def _one_by_one(forward: Callable[..., Any], lengths: list[int], *args: Any, **k
 def _packed(kind: Any) -> Any:
     """The class of mixers that take all documents at once. What they compute along a row stands in the file of `kind`
     for functions there, which are called while no documents are handed on, and traces without a graph break."""
-    packed: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": _convolve, "torch_chunk_gated_delta_rule": _mix}
-    names = vars(sys.modules[kind.__module__])
-    for name in packed.keys() & names.keys():
+    names, taken = vars(sys.modules[kind.__module__]), signature(kind.forward).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    for name in AT_ONCE.keys() & names.keys():
         if not isinstance(names[name], partial):
-            names[name] = partial(packed[name], names[name])
+            names[name] = partial(AT_ONCE[name], names[name])
 
     def forward(mixer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Without documents, one is computed as the model does, and compared (`policy_check.py`).
-        assert "chunk_indices" in kwargs or not torch.is_grad_enabled(), "a layer hands documents on to its mixer"
-        return kind.forward(mixer, *args, **{name: x for name, x in kwargs.items() if name not in _ATTENTION})
+        assert kwargs.get("seq_idx") is not None or not torch.is_grad_enabled(), (
+            "a layer hands documents on to its mixer"
+        )
+        named = {name: x for name, x in kwargs.items() if name not in _ATTENTION and (takes_all or name in taken)}
+        return kind.forward(mixer, *args, **named)
 
     return type(kind.__name__, (kind,), {"forward": forward, "at_once": True})
 
@@ -202,88 +206,3 @@ def try_at_once(mixer: nn.Module, width: int, dtype: torch.dtype, device: torch.
         return "its kernels do not keep documents apart"
     gaps = [((ours.float() - theirs).norm() / theirs.norm()).item() for ours, theirs in zip(got, want, strict=True)]
     return None if all(gap <= _NEAR for gap in gaps) else f"its kernels for several are off by {max(gaps):.2%}"
-
-
-def _convolve(alone: Any, row_1CT: Tensor, weight: Tensor, bias: Any = None, *rest: Any, **named: Any) -> Tensor:
-    """SiLU of each channel's weighted sum, with weights [C, K], of a token and those before it in its document."""
-    if (places := named.get("places")) is None or bias is not None or named.get("activation") != "silu":
-        return alone(row_1CT, weight, bias, *rest, **named)
-    row_1TC = row_1CT.transpose(1, 2)
-    if row_1TC.is_cuda and weight.shape[1] == 4:
-        return convolution(row_1TC.contiguous(), weight.contiguous(), places).transpose(1, 2)
-    return convolution_formula(row_1TC, weight, places).transpose(1, 2)
-
-
-def convolution_formula(row_1TC: Tensor, weight_CK: Tensor, places_T: Tensor) -> Tensor:
-    """The same of [1, T, C] in torch's operations, with every token's place in its document."""
-    total_1TC = row_1TC.float() * weight_CK[:, -1].float()
-    for back in range(1, weight_CK.shape[1]):
-        before_1TC = nn.functional.pad(row_1TC, (0, 0, back, 0))[:, : len(places_T)]
-        seen_1TC = torch.where(places_T[:, None] >= back, before_1TC, 0).float()
-        total_1TC = total_1TC + seen_1TC * weight_CK[:, -1 - back].float()
-    return nn.functional.silu(total_1TC).to(row_1TC.dtype)
-
-
-def _mix(alone: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **named: Any) -> Any:
-    """The gated delta rule from a zero state for every document, of rows [1, T, H, …]."""
-    if (chunks := named.get("chunk_indices")) is None:
-        return alone(q, k, v, g=g, beta=beta, **named)
-    if named.get("use_qk_l2norm_in_kernel"):
-        q, k = ((x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)).to(v.dtype) for x in (q, k))
-    row = (x.contiguous() for x in (q, k, v, g.float(), beta))
-    return delta_rule(*row, named["cu_seqlens"], chunks)[0], None
-
-
-@torch.library.custom_op("prime_rl::delta_rule", mutates_args=())
-def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, chunk_indices: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """By flash-linear-attention: [1, T, H, V], and for backward decays [1, T, H] and systems [1, T, H, CHUNK]."""
-    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
-
-    named = {"cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices}
-    decay, out, systems, *_ = chunk_gated_delta_rule_fwd(q, k, v, g, beta, q.shape[-1] ** -0.5, None, False, **named)
-    return out.contiguous(), decay.contiguous(), systems.contiguous()
-
-
-@torch.library.custom_op("prime_rl::delta_rule_backward", mutates_args=())
-def _delta_rule_backward(d_out: Tensor, kept: list[Tensor]) -> list[Tensor]:
-    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd
-
-    q, k, v, _, beta, cu_seqlens, chunk_indices, decay, systems = kept
-    row, named = (q, k, v, decay, beta, systems), {"cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices}
-    dq, dk, dv, d_beta, dg, *_ = chunk_gated_delta_rule_bwd(*row, q.shape[-1] ** -0.5, None, d_out, None, **named)
-    return [d_x.to(x.dtype).contiguous() for d_x, x in zip((dq, dk, dv, dg, d_beta), kept, strict=False)]
-
-
-delta_rule.register_fake(
-    lambda q, k, v, g, *_: (torch.empty_like(v), torch.empty_like(g), k.new_empty(*g.shape, _CHUNK))
-)
-_delta_rule_backward.register_fake(lambda d_out, kept: [x.new_empty(x.shape) for x in kept[:5]])
-delta_rule.register_autograd(
-    lambda ctx, d_out, *_: (*_delta_rule_backward(d_out.contiguous(), list(ctx.saved_tensors)), None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output[1:]),
-)
-
-
-@torch.library.custom_op("prime_rl::convolution", mutates_args=())
-def convolution(row: Tensor, weight: Tensor, places: Tensor) -> Tensor:
-    from prime_rl.trainer import triton_kernels
-
-    return triton_kernels.convolution(row, weight, places)
-
-
-@torch.library.custom_op("prime_rl::convolution_backward", mutates_args=())
-def _convolution_backward(d_out: Tensor, row: Tensor, weight: Tensor, places: Tensor) -> list[Tensor]:
-    from prime_rl.trainer import triton_kernels
-
-    return list(triton_kernels.convolution_backward(d_out, row, weight, places))
-
-
-convolution.register_fake(lambda row, *_: row.new_empty(row.shape))
-_convolution_backward.register_fake(lambda d_out, *row: [x.new_empty(x.shape) for x in row[:2]])
-convolution.register_autograd(
-    lambda ctx, d_out: (*_convolution_backward(d_out.contiguous(), *ctx.saved_tensors), None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
-KEPT = {torch.ops.prime_rl.delta_rule.default}  # operators whose output selective checkpointing keeps

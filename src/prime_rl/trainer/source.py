@@ -1,8 +1,6 @@
 """Where a run's first weights come from: a local directory, the hub, or nowhere (random); and their tokenizer."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from prime_rl.errors import UserError
+from prime_rl.errors import UserError, user_errors
 from prime_rl.trainer.parallel import World, agree, on_main
 from prime_rl.transport.weights import no_tensors_message
 
@@ -153,19 +151,3 @@ def stop_ids(source: Source) -> list[int]:
     with user_errors(f"{path} cannot be read", OSError, ValueError, AttributeError):
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     return [] if ids is None else ids if isinstance(ids, list) else [ids]
-
-
-@contextmanager
-def user_errors(text: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise an exception of `kinds` as a UserError, of `text` and the exception's own. A UserError stays as it is."""
-    try:
-        yield
-    except UserError:
-        raise
-    except kinds as error:
-        raise UserError(f"{text}: {one_line(error)}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """An error's message on one line, cut to 300 characters."""
-    return " ".join(str(error).split())[:300]

@@ -14,11 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from prime_rl.errors import UserError
+from prime_rl.errors import UserError, user_errors
 from prime_rl.trainer.optim import ShardedOptimizer
 from prime_rl.trainer.parallel import World, agree, local_part, rows_of_rank, rows_of_ranks
 from prime_rl.trainer.parameters import plain_name, write_tensors
-from prime_rl.trainer.source import user_errors
 from prime_rl.transport.commit import disk_errors
 
 _INDEX = "index.json"

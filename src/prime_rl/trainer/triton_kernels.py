@@ -212,7 +212,7 @@ STEPS, UNROLL, CHANNELS, CHANNEL_WARPS = 64, 8, 128, 1  # tokens of a program, o
 def _convolve(
     row: tl.tensor,
     weight: tl.tensor,
-    places: tl.tensor,
+    documents: tl.tensor,
     d_out: tl.tensor,
     out: tl.tensor,
     d_weight: tl.tensor,
@@ -236,11 +236,14 @@ def _convolve(
     w2 = tl.load(weight + channels * 4 + 1, mask=inside, other=0.0).to(tl.float32)
     w1 = tl.load(weight + channels * 4 + 2, mask=inside, other=0.0).to(tl.float32)
     w0 = tl.load(weight + channels * 4 + 3, mask=inside, other=0.0).to(tl.float32)
-    place = tl.load(places + first)
     start = first.to(tl.int64) * C + channels
-    x1 = tl.load(row + start - C, mask=inside & (place >= 1), other=0.0).to(tl.float32)
-    x2 = tl.load(row + start - 2 * C, mask=inside & (place >= 2), other=0.0).to(tl.float32)
-    x3 = tl.load(row + start - 3 * C, mask=inside & (place >= 3), other=0.0).to(tl.float32)
+    document = tl.load(documents + first)
+    seen1 = document == tl.load(documents + first - 1, mask=first > 0, other=-1)
+    seen2 = document == tl.load(documents + first - 2, mask=first > 1, other=-1)
+    seen3 = document == tl.load(documents + first - 3, mask=first > 2, other=-1)
+    x1 = tl.load(row + start - C, mask=inside & seen1, other=0.0).to(tl.float32)
+    x2 = tl.load(row + start - 2 * C, mask=inside & seen2, other=0.0).to(tl.float32)
+    x3 = tl.load(row + start - 3 * C, mask=inside & seen3, other=0.0).to(tl.float32)
     none = tl.zeros([CHANNELS], tl.float32)
     dx1, dx2, dx3, dw0, dw1, dw2, dw3 = none, none, none, none, none, none, none
     for begin in range(0, STEPS, UNROLL):
@@ -249,20 +252,22 @@ def _convolve(
             token = first + at
             here = start + at.to(tl.int64) * C
             exists = inside & (token < T)
-            place = tl.load(places + token, mask=token < T, other=0)
+            before, document = document, tl.load(documents + token, mask=token < T, other=-1)
+            goes_on = document == before
+            seen3, seen2, seen1 = goes_on & seen2, goes_on & seen1, goes_on  # which gradients are this document's
             x0 = tl.load(row + here, mask=exists, other=0.0).to(tl.float32)
-            x1 = tl.where(place > 0, x1, 0.0)
-            x2 = tl.where(place > 0, x2, 0.0)
-            x3 = tl.where(place > 0, x3, 0.0)
+            x1 = tl.where(goes_on, x1, 0.0)
+            x2 = tl.where(goes_on, x2, 0.0)
+            x3 = tl.where(goes_on, x3, 0.0)
             total = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
             gate = tl.sigmoid(total)
             if BACKWARD:
                 d = tl.load(d_out + here, mask=exists, other=0.0).to(tl.float32) * gate * (1 + total * (1 - gate))
-                dx3 += tl.where(place > 2, d * w3, 0.0)
+                dx3 += tl.where(seen3, d * w3, 0.0)
                 complete = inside & (at > 2) & (token < T + 3)
                 tl.store(out + here - 3 * C, dx3.to(out.dtype.element_ty), mask=complete)
-                dx3 = dx2 + tl.where(place > 1, d * w2, 0.0)
-                dx2 = dx1 + tl.where(place > 0, d * w1, 0.0)
+                dx3 = dx2 + tl.where(seen2, d * w2, 0.0)
+                dx2 = dx1 + tl.where(seen1, d * w1, 0.0)
                 dx1 = d * w0
                 d = tl.where(at < OWN, d, 0.0)
                 dw0 += d * x0
@@ -280,24 +285,23 @@ def _convolve(
         tl.store(part + 3, dw0, mask=inside)
 
 
-def convolution(row: Tensor, weight: Tensor, places: Tensor) -> Tensor:
-    """See `recurrent.convolution_formula`, with K = 4."""
+def convolution(row: Tensor, weight: Tensor, documents: Tensor) -> Tensor:
+    """See `recurrent_kernels.convolution_formula`, with K = 4 and SiLU."""
     out = torch.empty_like(row)
-    _walk(STEPS, row, weight, places, None, out, None)
+    _walk(STEPS, row, weight, documents, None, out, None)
     return out
 
 
-def convolution_backward(d_out: Tensor, row: Tensor, weight: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def convolution_backward(d_out: Tensor, row: Tensor, weight: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of row and weight."""
     d_row, own = torch.empty_like(row), STEPS - 3
     d_weight = weight.new_empty(triton.cdiv(row.shape[1], own), *weight.shape, dtype=torch.float32)
-    _walk(own, row, weight, places, d_out, d_row, d_weight)
+    _walk(own, row, weight, documents, d_out, d_row, d_weight)
     return d_row, d_weight.sum(0).to(weight.dtype)
 
 
 def _walk(own: int, row: Tensor, *rest: Tensor | None) -> None:
     _, tokens, channels = row.shape
-    sizes = tokens, channels, STEPS, UNROLL, CHANNELS
-    grid = triton.cdiv(tokens, own), triton.cdiv(channels, CHANNELS)
+    sizes, grid = (STEPS, UNROLL, CHANNELS), (triton.cdiv(tokens, own), triton.cdiv(channels, CHANNELS))
     with torch.cuda.device(row.device):
-        _convolve[grid](row, *rest, *sizes, num_warps=CHANNEL_WARPS)
+        _convolve[grid](row, *rest, tokens, channels, *sizes, num_warps=CHANNEL_WARPS)

@@ -136,16 +136,20 @@ def test_kernels_are_tried(kernels: Any, reason: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("quick_compiler")
-def test_all_documents_at_once(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model_type", "kind"), [("qwen3_5_text", "linear_attention"), ("lfm2", "conv")])
+def test_all_documents_at_once(
+    model_type: str, kind: str, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Tried, and compiled with the layer, it is one document at a time, for any number and length of documents; one
     graph serves all layers of a kind."""
     use_kernels(monkeypatch)
-    config = tiny_config("qwen3_5_text", num_hidden_layers=3, layer_types=["linear_attention"] * 2 + ["full_attention"])
+    config = tiny_config(model_type, num_hidden_layers=3, layer_types=[kind, kind, "full_attention"])
     build_reference(config, tmp_path)
     source, groups = find_model(str(tmp_path)), [*map(support.random_documents, ((70, 1, 64), (90, 2), LENGTHS))]
     want = support.gradients(build_policy(source, TrainerModel(compile=False), world), groups)
     monkeypatch.setattr(recurrent, "why_one_by_one", recurrent.try_at_once)
     policy = build_policy(source, TrainerModel(compile=True, activation_checkpointing="attention"), world)
+    assert policy.boundaries is recurrent.on_device
     counters.clear()
     for name, gradient in support.gradients(policy, groups).items():
         assert (gradient - want[name]).norm() <= 1e-3 * want[name].norm(), name

@@ -23,8 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from prime_rl.config.sft import SFTData
 from prime_rl.envs.renderer import RendererError, fitting, text_content
-from prime_rl.errors import UserError
-from prime_rl.trainer.source import user_errors
+from prime_rl.errors import UserError, user_errors
 
 if TYPE_CHECKING:
     from datasets import Dataset
