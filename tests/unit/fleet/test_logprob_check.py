@@ -94,7 +94,7 @@ def server(tmp_path, monkeypatch) -> Scored:
     return Scored(base)
 
 
-async def test_a_server_is_calibrated_once_an_incarnation_before_it_is_given_anything(server, tmp_path):
+async def test_a_server_is_calibrated_once_an_incarnation_before_it_is_given_anything(server, tmp_path, heard):
     """A quantized server is farther off than others, on every version."""
     check, one, two = LogprobCheck(), commit(tmp_path, 1), commit(tmp_path, 2)
     server.noise = 0.05
@@ -110,9 +110,11 @@ async def test_a_server_is_calibrated_once_an_incarnation_before_it_is_given_any
     with pytest.raises(LogprobCheckFailed, match=says):
         await server.update(check, two)
 
-    server.boot, server.noise = "second", 0.1
+    assert not any("rl parity" in message for message in heard.messages)
+    server.boot, server.noise = "second", 0.2  # more than rounding makes
     await server.update(check, one)
-    assert check.calibrations[server.root].tolerance == Difference(*[pytest.approx(0.1 * FACTOR)] * 2)
+    assert check.calibrations[server.root].tolerance == Difference(*[pytest.approx(0.2 * FACTOR)] * 2)
+    assert any("rl parity" in message for message in heard.messages)
 
     async def restarted(weights: WeightsManifest) -> Served:
         server.boot = "third"
