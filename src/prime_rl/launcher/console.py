@@ -94,8 +94,8 @@ class Console:
     def _step_line(self, step: int, orchestrator: Row, trainer: Row) -> str:
         """`Step 3 [4/20] | reward 0.312 | …`: the number counts from 0, the brackets say how many are done."""
         self.steps.add(step)
-        ends = [*self._step_ends[-_ETA_STEPS:], trainer["time"]]
-        self._step_ends = [end for end in ends if end >= self._steady]
+        recent = [*self._step_ends[-_ETA_STEPS:], trainer["time"]]
+        self._step_ends = [end for end in recent if end >= self._steady]
         row = {**trainer, **{key: orchestrator[key] for key in ("reward/mean",) if key in orchestrator}}
         parts = [f"Step {step} [{step + 1}/{self._max_steps}]" if self._max_steps else f"Step {step} [{step + 1}]"]
         parts += [form.format(row[key]) for key, form in _STEP_METRICS.items() if key in row]

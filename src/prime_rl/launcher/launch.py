@@ -93,8 +93,8 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
     steps = len(read_metrics(metrics_path(output_dir, "trainer"))) if bench else len(console.steps)
     made = f"{steps} step{'' if steps == 1 else 's'}"
     console.say(f"{words[outcome]}: {made} in {minutes(time.time() - began)}")
-    if again := ", ".join(f"{name} {count} x" for name, count in supervisor.restarts.items()):
-        console.say(f"started again: {again}")
+    if started := ", ".join(f"{name} {count} x" for name, count in supervisor.restarts.items()):
+        console.say(f"started again: {started}")
     if bench or outcome is not RunOutcome.FAILURE:
         tables = [bench_table(output_dir, process) for process in ("trainer", "orchestrator") if bench]
         for text in tables or console.summary():

@@ -84,16 +84,16 @@ def chosen_experts(rows: npt.NDArray[np.unsignedinteger], routers: Routers, samp
 
     Raises UserError if this model cannot have chosen so.
     """
-    doubt = "is it the model that sampled it?"
+    hint = "is it the model that sampled it?"
     if rows.shape[1] != routers.layers * routers.k:
         raise UserError(
             f"sample {sample} has {rows.shape[1]} experts a token, the trainer's model {routers.layers} layers with "
-            f"{routers.k} each: {doubt}"
+            f"{routers.k} each: {hint}"
         )
     chosen_MNK = rows.reshape(-1, routers.layers, routers.k)[:, routers.sparse].swapaxes(0, 1).astype(np.int16)
     if chosen_MNK.size and chosen_MNK.max() >= routers.experts:
         largest = chosen_MNK.max()
-        raise UserError(f"sample {sample} has expert {largest}, the trainer's model has {routers.experts}: {doubt}")
+        raise UserError(f"sample {sample} has expert {largest}, the trainer's model has {routers.experts}: {hint}")
     # Usually zeros, left by an engine that did not record its router's choice.
     if routers.k > 1 and (chosen_MNK[..., 0] == chosen_MNK[..., 1]).any():
         raise UserError(f"sample {sample} has a token with the same expert twice: the engine did not say what it chose")
