@@ -19,7 +19,7 @@ def _convolve(
     alone: Any, row_1CT: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **named: Any
 ) -> Tensor:
     if (documents := named.get("seq_idx")) is None or activation not in (None, "silu"):
-        return alone(row_1CT, weight, bias, activation, **named)
+        return alone(row_1CT, weight, bias, activation=activation, **named)
     row_1TC = row_1CT.transpose(1, 2)
     if row_1TC.is_cuda and weight.shape[1] == 4 and bias is None and activation:
         return convolution(row_1TC.contiguous(), weight.contiguous(), documents[0]).transpose(1, 2)

@@ -18,7 +18,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
-from prime_rl.trainer import perf, recurrent
+from prime_rl.trainer import perf, recurrent, recurrent_kernels
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.memory import Shape
 from prime_rl.trainer.model import Policy, build_policy
@@ -133,6 +133,16 @@ def test_kernels_are_tried(kernels: Any, reason: str, monkeypatch: pytest.Monkey
         lm = AutoModelForCausalLM.from_config(tiny_config("qwen3_5_text"))
     mixer, width = recurrent.mixers(lm.model.layers)[0], lm.config.hidden_size
     assert reason in str(recurrent.try_at_once(mixer, width, torch.float32, torch.device("cpu")))
+
+
+def test_another_librarys_convolution() -> None:
+    """Of causal-conv1d, which transformers takes where it is installed, `activation` is no fourth argument."""
+
+    def convolve(x: Tensor, weight: Tensor, bias: Any = None, seq_idx: Any = None, activation: Any = None) -> Any:
+        return seq_idx, activation
+
+    ours = recurrent_kernels.AT_ONCE["causal_conv1d_fn"]
+    assert ours(convolve, torch.ones(1, 2, 5), torch.ones(2, 4), None, activation="silu") == (None, "silu")
 
 
 @pytest.mark.usefixtures("quick_compiler")
