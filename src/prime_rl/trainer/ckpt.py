@@ -235,7 +235,7 @@ class Checkpoints:
         """
         self.settle()
         final = self._final(progress.step, "recovery checkpoint" if self.config is None else "checkpoint")
-        is_saved = on_main(self.world, lambda: final.is_dir())
+        is_saved = on_main(self.world, lambda: checkpoints.is_committed(final))
         wanted = self.config is not None or (stopped and self.recovery_interval is not None)
         if wanted and progress.step > 0 and not is_saved:
             self._write(self._state(), progress, final, lambda: True)

@@ -26,14 +26,18 @@ def part_dir(root: Path, step: int, part: Part) -> Path:
     return step_dir(root, step) / part
 
 
+def is_committed(directory: Path) -> bool:
+    return (directory / MANIFEST).is_file()
+
+
 def steps_with(root: Path, *parts: Part) -> list[int]:
     """Return the steps in which one of `parts` is committed, ascending; complete checkpoints and others."""
-    return [s for s in list_steps(root) if any((part_dir(root, s, part) / MANIFEST).is_file() for part in parts)]
+    return [step for step in list_steps(root) if any(is_committed(part_dir(root, step, part)) for part in parts)]
 
 
 def complete_steps(root: Path) -> list[int]:
     """Return the steps whose joint manifest is there, ascending."""
-    return [step for step in list_steps(root) if (step_dir(root, step) / MANIFEST).is_file()]
+    return [step for step in list_steps(root) if is_committed(step_dir(root, step))]
 
 
 def saved_by(state: Manifest, default: int = 0) -> int:

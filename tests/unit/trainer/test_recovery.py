@@ -190,6 +190,13 @@ def test_recovering_a_finished_run(saved: dict[str, Any], run: Run, undisturbed:
     assert read_status(tmp_path)["trainer"].outcome == "finished"
 
 
+def test_the_last_checkpoint_cannot_be_saved(run: Run, tmp_path: Path) -> None:
+    """What stands in its place is no checkpoint: the run must not end as if it were one."""
+    (tmp_path / "checkpoints" / "step_4" / "trainer" / "foreign").mkdir(parents=True)
+    with pytest.raises(UserError, match="step_4/trainer is in the way"):
+        run(ckpt={"interval": 100})
+
+
 def test_the_joint_manifest_is_the_orchestrators(run: Run, tmp_path: Path) -> None:
     """Where an orchestrator takes part the trainer commits its parts alone, and removes none."""
     (tmp_path / "configs").mkdir()
