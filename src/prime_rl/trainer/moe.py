@@ -1,7 +1,7 @@
 """Mixture-of-experts blocks of transformers' experts interface: found, and computed in grouped matrix products.
 
-Blocks and routers stay transformers' own modules. Letters: T tokens, K experts per token, S = T·K, E experts, I width
-of an expert's hidden layer, J of its first product (2·I with a gate), H hidden size.
+Blocks, routers and experts stay transformers' own modules, with other forwards. Letters: T tokens, K experts per token,
+S = T·K, E experts, I width of an expert's hidden layer, J of its first product (2·I with a gate), H hidden size.
 """
 
 from inspect import signature
@@ -22,7 +22,8 @@ from prime_rl.trainer.lm_head import use_triton
 def set_up(lm: PreTrainedModel, name: str) -> None:
     """Have a model's experts computed by `mix`, its routers called by `routing.route`. Does nothing in a dense model.
 
-    Raises UserError if the model has experts that do not go through transformers' interface.
+    Experts that compute every token (Llama 4) stay as they are. Raises UserError if the model has others that do not go
+    through transformers' interface.
     """
     blocks = moe_blocks(lm)
     known = {block.experts for block in blocks}
@@ -42,7 +43,7 @@ def set_up(lm: PreTrainedModel, name: str) -> None:
 
 
 def moe_blocks(model: nn.Module) -> list[routing.SparseBlock]:
-    """Return the MoE blocks, first to last: experts of the interface (`is_transposed`) or dense ones."""
+    """Return the MoE blocks, first to last: experts of the interface (`is_transposed`), or that compute every token."""
     blocks = []
     for module in model.modules():
         parts = dict(module.named_children())

@@ -1,8 +1,8 @@
 """Before training: the policy's log-probabilities of two short documents against those of the model's own forward.
 
 The policy packs both and uses our attention, experts and head; the model's own forward takes one document at a time,
-with its own attention and experts ("eager"), and its logits. Anything that we leave out of a model nobody has tried
-shows here.
+with its own attention and experts ("eager"), and its logits. What we leave out of a model that nobody has tried, in
+attention, experts, recurrent layers, head or the bounds of documents, shows here. Routers are called alike by both.
 """
 
 import time

@@ -1,9 +1,9 @@
 """Layers that carry a state from token to token, or convolve over them: a packed row's documents do not see each other.
 
-transformers' modules are called once per document, so that no state can reach the next document, whatever the family:
-gated delta rules, selective scans, short convolutions. All else (attention, feed-forward layers, norms) computes the
-whole row. On a GPU they are tried first: if their kernels take a row's documents at once and give what torch gives for
-each, they are called once a row, and compiled with their layers. T tokens, D documents, N chunks.
+Whatever the family (gated delta rules, selective scans, short convolutions), transformers' module is called once per
+document, so that no state can reach the next one; all else computes the whole row. On a GPU in 16 bits it is called
+once per row, and compiled with the layer, if a trial shows that its kernels take several documents at once and give
+what torch gives for each. T tokens, D documents, N chunks.
 """
 
 import sys
@@ -37,7 +37,7 @@ def split_documents(lm: PreTrainedModel, dtype: torch.dtype, world: World) -> tu
     arguments that every layer needs: `on_device` if they take all documents at once."""
     kinds = {type(mixer): mixer for mixer in mixers(lm.model.layers)}
     if not kinds:
-        return set(), lambda cu_seqlens, boundaries: {}
+        return set(), lambda boundaries, cu_seqlens: {}
     width = lm.config.get_text_config().hidden_size
     trials = (why_one_by_one(mixer, width, dtype, world.device) for mixer in kinds.values())
     reason = on_main(world, lambda: next(filter(None, trials), None))
@@ -90,24 +90,24 @@ def without(module: nn.Module, mixers: Collection[nn.Module]) -> list[nn.Module]
     return [part for child in module.children() for part in without(child, mixers)]
 
 
-def on_host(cu_seqlens: npt.NDArray[np.int32], _: Tensor) -> dict[str, Tensor]:
+def on_host(boundaries: npt.NDArray[np.int32], _: Tensor) -> dict[str, Tensor]:
     """Return the layers' argument with documents' offsets [D + 1] on the host, read without a sync."""
-    boundaries = torch.from_numpy(cu_seqlens)
-    torch._dynamo.maybe_mark_dynamic(boundaries, 0)
-    return {"boundaries": boundaries}
+    offsets = torch.from_numpy(boundaries)
+    torch._dynamo.maybe_mark_dynamic(offsets, 0)
+    return {"boundaries": offsets}
 
 
-def on_device(cu_seqlens: npt.NDArray[np.int32], boundaries: Tensor) -> dict[str, Tensor]:
+def on_device(boundaries: npt.NDArray[np.int32], cu_seqlens: Tensor) -> dict[str, Tensor]:
     """Return the same on the device, and each token's document [1, T], both by transformers' names, and each chunk's
     document and its number in it [N, 2]. They are computed there: a copy would make the host wait for the stream."""
-    tokens = torch.arange(int(cu_seqlens[-1]), device=boundaries.device)
-    documents = torch.searchsorted(boundaries, tokens, right=True, out_int32=True)[None]
-    at = torch.arange(int((-(-np.diff(cu_seqlens) // CHUNK)).sum()), device=boundaries.device)
-    counts = -(-boundaries.diff() // CHUNK)
+    tokens = torch.arange(int(boundaries[-1]), device=cu_seqlens.device)
+    documents = torch.searchsorted(cu_seqlens, tokens, right=True, out_int32=True)[None]
+    at = torch.arange(int((-(-np.diff(boundaries) // CHUNK)).sum()), device=cu_seqlens.device)
+    counts = -(-cu_seqlens.diff() // CHUNK)
     totals = counts.cumsum(0)
     document = torch.searchsorted(totals, at, right=True)
     chunks = torch.stack([document, at - (totals - counts)[document]], 1).int()
-    arguments = {"cu_seq_lens_q": boundaries.clone(), "chunk_indices": chunks, "seq_idx": documents}
+    arguments = {"cu_seq_lens_q": cu_seqlens.clone(), "chunk_indices": chunks, "seq_idx": documents}
     for tensor in arguments.values():
         torch._dynamo.maybe_mark_dynamic(tensor, tensor.ndim - 1 if tensor is documents else 0)
     return arguments
@@ -145,8 +145,8 @@ def _one_by_one(forward: Callable[..., Any], lengths: list[int], *args: Any, **k
 
 @cache  # with a forward of each mixer's own, layers would not share a graph
 def _packed(kind: Any) -> Any:
-    """The class of mixers that take all documents at once. What they compute along a row stands in the file of `kind`
-    for functions there, which are called while no documents are handed on, and traces without a graph break."""
+    """The class of mixers that take all documents at once. In the file of `kind` the functions that compute along a row
+    are replaced by ours, which trace without a graph break; without documents (`seq_idx`) they call the original."""
     names, taken = vars(sys.modules[kind.__module__]), signature(kind.forward).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     for name in AT_ONCE.keys() & names.keys():
@@ -155,9 +155,7 @@ def _packed(kind: Any) -> Any:
 
     def forward(mixer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Without documents, one is computed as the model does, and compared (`policy_check.py`).
-        assert kwargs.get("seq_idx") is not None or not torch.is_grad_enabled(), (
-            "a layer hands documents on to its mixer"
-        )
+        assert kwargs.get("seq_idx") is not None or not torch.is_grad_enabled(), "the layer did not hand on documents"
         named = {name: x for name, x in kwargs.items() if name not in _ATTENTION and (takes_all or name in taken)}
         return kind.forward(mixer, *args, **named)
 
@@ -179,7 +177,7 @@ def try_at_once(mixer: nn.Module, width: int, dtype: torch.dtype, device: torch.
     draw = torch.Generator(device).manual_seed(0)
     trial = deepcopy(mixer).to_empty(device=device).to(dtype).train()
     for tensor in filter(Tensor.is_floating_point, (*trial.parameters(), *trial.buffers())):
-        # Vectors are gates and norms: about e^-3, so that states outlive chunks.
+        # Vectors (norms, biases, logarithms of decays) lie around -3, so that states outlive chunks.
         tensor.detach().normal_(-3.0 if tensor.ndim == 1 else 0.0, width**-0.5, generator=draw)
     exact, first = deepcopy(trial).float(), _TRIAL[0]
     trial.__class__ = _packed(type(trial))  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ are computed by flash-linear-attention, convolutions by our kernel or, of other 
 T tokens, H heads, C channels, K taps, V a value's size.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ def _convolve(
 def convolution_formula(
     row_1TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, documents_T: Tensor, activation: Any = "silu"
 ) -> Tensor:
-    """Each channel's weighted sum of a token and of those before it in its document."""
+    """Each channel's weighted sum of a token and those before it in its document."""
     total_1TC = row_1TC.float() * weight_CK[:, -1].float() + (0.0 if bias_C is None else bias_C.float())
     for back in range(1, weight_CK.shape[1]):
         before_1TC = pad(row_1TC, (0, 0, back, 0))[:, : len(documents_T)]
@@ -48,7 +47,7 @@ def _mix(alone: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *
     return delta_rule(*row, named["cu_seqlens"], chunks)[0], None
 
 
-AT_ONCE: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": _convolve, "torch_chunk_gated_delta_rule": _mix}
+AT_ONCE: dict[str, Any] = {"causal_conv1d_fn": _convolve, "torch_chunk_gated_delta_rule": _mix}
 
 
 @torch.library.custom_op("prime_rl::convolution", mutates_args=())

@@ -36,8 +36,8 @@ def set_up(router: Any, experts: Any) -> None:
     """Have a block's router called through `route`, with buffers in the place of parameters without gradients."""
     router.__class__ = _routed(type(router))  # type: ignore[arg-type]
     router.expert_count = len(next(experts.parameters()))
-    # [T, K] experts that the engine chose, -1 where it chose none: set before each forward pass that replays them,
-    # and read again by the backward pass of a checkpointed block.
+    # [T, K] experts that the engine chose, -1 where it chose none (None: no replay): set before each forward pass, and
+    # read again by the backward pass of a checkpointed block.
     router.replayed = None
     experts.count_F = router.loss_scale = None  # set by `set_up_balance`
     for module in router.modules():
@@ -54,7 +54,8 @@ def _routed(kind: Any) -> Any:
 
 def route(forward: Callable[..., Any], router: Any, hidden_TH: Tensor, *bias: Tensor) -> Any:
     """Call a router in float32: logits rounded to bfloat16 would tie, and it would choose otherwise than the engine."""
-    # Compiled code changes nothing in place, and enters a mode only once `router_replay.set_up` has allowed that.
+    # Compiled graphs change nothing in place, so nothing has to be cloned there. Dynamo enters a mode under
+    # checkpointing only once `router_replay.set_up` has allowed that.
     if torch.compiler.is_compiling() and router.replayed is None:
         return add_loss(router, forward(router, hidden_TH.float(), *bias))
     with Replay(router.expert_count, router.replayed):
@@ -62,7 +63,8 @@ def route(forward: Callable[..., Any], router: Any, hidden_TH: Tensor, *bias: Te
 
 
 class Replay(TorchFunctionMode):
-    """Replaces a router's top-k by `replayed_TK`. Copies kept scores, which routers may change in place."""
+    """Replaces a router's top-k by `replayed_TK`. Else clones its scores: checkpointing keeps what top-k returns, and
+    routers may normalize it in place."""
 
     def __init__(self, experts: int, replayed_TK: Tensor | None) -> None:
         super().__init__()

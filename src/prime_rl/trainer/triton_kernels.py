@@ -1,10 +1,11 @@
-"""Triton kernels, imported where tensors are on CUDA; tested against the formulas in torch (`lm_head.py`, `moe.py`).
+"""Triton kernels, imported where tensors are on CUDA; tested against formulas in torch (`lm_head.py`, `moe.py`).
 
 The head's two passes over a chunk of logits: one reads all statistics, one reads and writes in place the gradient.
 Statistics are float32; exponentials have base 2, as the hardware computes them. C tokens of a chunk, V vocabulary.
 
 Rows of tokens to their places among the experts' rows and back, every row read and written once. Inductor's own gather
 computes each element's index anew and took five times memory's time. T tokens, K places of each, S = T·K, H columns.
+Convolutions along packed documents, tested against `recurrent_kernels.convolution_formula`: C channels.
 """
 
 import torch
@@ -205,7 +206,7 @@ def _launch(kernel: triton.JITFunction, rows: Tensor, place_TK: Tensor, out: Ten
         kernel[tokens, triton.cdiv(width, COLUMNS)](rows, place_TK, out, width, k, COLUMNS)
 
 
-STEPS, UNROLL, CHANNELS, CHANNEL_WARPS = 64, 8, 128, 1  # tokens of a program, of them unrolled; of a row, their warps
+STEPS, UNROLL, CHANNELS, CHANNEL_WARPS = 64, 8, 128, 1  # a program's tile, tokens × channels; fastest on an H200
 
 
 @triton.jit
@@ -224,8 +225,8 @@ def _convolve(
 ) -> None:
     """Walk along so many tokens of so many channels, with the last three tokens in registers. Forward without `d_out`.
 
-    Backward, the gradient of three tokens before is complete with each new one, so that a program walks three tokens
-    on. The weights' gradient is one part for each program of a channel.
+    Backward, each token completes the gradient of the one three before, so that tiles overlap by three tokens. The
+    weights' gradient is one part for each tile.
     """
     BACKWARD: tl.constexpr = d_out is not None
     OWN: tl.constexpr = STEPS - 3 if BACKWARD else STEPS
