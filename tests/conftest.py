@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,7 +22,7 @@ from loguru import logger
 from xdist.scheduler import LoadFileScheduling
 
 from prime_rl import faults
-from prime_rl.monitor import log
+from prime_rl.monitor import log, status
 
 # No test asserts a duration.
 hypothesis.settings.register_profile("prime-rl", deadline=None, max_examples=50)
@@ -213,18 +212,18 @@ def wait_healthy(url: str, process: "subprocess.Popen[bytes]", log: Path) -> Non
 
 @pytest.fixture(autouse=True)
 def loguru_in_caplog(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Log to `caplog`: warnings, or what `caplog.set_level` asks for, but no waits that an earlier test's `Status`
-    still names. A set-up that the test made ends with it."""
-    earlier = {thread.ident for thread in threading.enumerate() if thread.name.startswith("heartbeat-")}
+    """Log to `caplog`: warnings, or what `caplog.set_level` asks for. A set-up that the test made ends with it, and the
+    heartbeats of statuses that it left, which would log their waits in later tests."""
 
     def wanted(record: Any) -> bool:
-        named_by_status = record["thread"].name.startswith("heartbeat-") and record["thread"].id in earlier
-        return not named_by_status and record["level"].no >= (caplog.handler.level or logging.WARNING)
+        return record["level"].no >= (caplog.handler.level or logging.WARNING)
 
     logger.add(caplog.handler, format="{message}", filter=wanted)
     yield
     logger.remove()
     log._sinks.clear()
+    for left in status._writers.values():
+        left.close()
 
 
 @pytest.fixture
