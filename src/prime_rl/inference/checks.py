@@ -85,14 +85,14 @@ def check_hub(name: str, revision: str | None = None) -> None:
         return
     import httpx
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.errors import OfflineModeIsEnabled
 
     try:
         HfApi().model_info(name, timeout=_HUB_SECONDS)
-    except (httpx.TransportError, OfflineModeIsEnabled) as error:
+    except (httpx.NetworkError, httpx.ProxyError, httpx.ConnectTimeout, OfflineModeIsEnabled) as error:
         looked = f"model.name: {name} is neither a local directory nor in the hub's cache"
         raise UserError(f"{looked}, and {constants.ENDPOINT} cannot be reached ({error}): give a directory") from error
-    except (HfHubHTTPError, HFValidationError):  # vLLM says what is wrong with the name
+    except (httpx.HTTPError, ValueError):  # it answers, or slowly: vLLM says what is wrong
         return
 
 

@@ -8,7 +8,9 @@ import sys
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import httpx
 import pytest
 
 from prime_rl.config import InferenceConfig
@@ -47,10 +49,14 @@ def test_broken_models_are_named(model: Path) -> None:
 
 
 def test_a_hub_that_cannot_be_reached_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: at once, with what was looked for; a local directory asks nobody."""
+    """Contract: at once, with what was looked for; a local directory asks nobody. One that is slow, or answers
+    something else, is left to vLLM."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     checks.check_hub(str(model))
     with pytest.raises(UserError, match=r"^model.name: no/such is neither .*//127.0.0.1:9 cannot be reached"):
+        checks.check_hub("no/such")
+    for answer in (httpx.ReadTimeout("slow"), ValueError("no JSON")):
+        monkeypatch.setattr("huggingface_hub.HfApi.model_info", Mock(side_effect=answer))
         checks.check_hub("no/such")
 
 
