@@ -4,7 +4,6 @@ The file is uncompressed, in record batches of a few rows, so that a rank reads 
 map over a file that is pruned on a network file system kills the process. pyarrow, pandas and DuckDB read it as it is.
 """
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +43,6 @@ SCHEMA = pa.schema(
 # each of the model's layers, list<fixed_size_list<uint8 or uint16>[layers · k]>.
 EXPERTS = "routed_experts"
 _STREAMS = tuple(field.name for field in SCHEMA if pa.types.is_list(field.type) and field.name != "policy_versions")
-_CODES = {np.dtype(kind): kind for kind in "iqfd"}
 
 
 @dataclass
@@ -75,28 +73,11 @@ class Sample:
 
 
 def as_array(values: "Sequence[Any] | npt.NDArray[Any]", dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return `values` as a flat array. A mask may be bytes.
-
-    A list of Python numbers is read by `struct` or `bytes`, ten times as fast as by numpy. Raises ValueError if a
-    number of a list is too large or of another kind (a float for an integer), TypeError if an array is of another kind.
-    """
-    wanted = np.dtype(dtype)
-    if isinstance(values, bytes):
-        values = np.frombuffer(values, dtype=np.uint8)
-    if not isinstance(values, list):
-        array = np.asarray(values)
-        return array.astype(
-            wanted, casting="unsafe" if wanted == np.bool_ or not array.size else "same_kind", copy=False
-        )
-    if wanted == np.bool_:
-        try:
-            return np.frombuffer(bytes(values), dtype=np.uint8) != 0
-        except (TypeError, ValueError):  # numpy's booleans
-            return np.asarray(values, dtype=np.bool_)
-    try:
-        return np.frombuffer(struct.pack(f"{len(values)}{_CODES[wanted]}", *values), dtype=wanted)
-    except (struct.error, OverflowError, TypeError) as error:
-        raise ValueError(f"a list of {len(values)} numbers does not fit {wanted}: {error}") from error
+    """Return `values` as a flat array. A mask may be bytes. Raises TypeError if they are of another kind (floats for
+    integers)."""
+    array = np.frombuffer(values, dtype=np.uint8) if isinstance(values, bytes) else np.asarray(values)
+    casting: Any = "unsafe" if dtype == np.bool_ or not array.size else "same_kind"
+    return array.astype(dtype, casting=casting, copy=False)
 
 
 def write_batch(root: Path, step: int, samples: Sequence[Sample], extra: dict[str, Any] | None = None) -> Path:

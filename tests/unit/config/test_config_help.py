@@ -9,7 +9,7 @@ import pytest
 from prime_rl.config import BaseConfig, RLConfig, load
 from prime_rl.config.base import settings
 from prime_rl.config.loader import SHELLS, help_text, spell
-from support.configs import CLASSES, COMMANDS, command_line
+from support.configs import CLASSES, COMMANDS, ORCH, command_line
 
 HEAVY = ("torch", "vllm", "verifiers", "transformers", "datasets", "numpy", "pyarrow", "wandb", "rich", "httpx")
 # What is typed, what is printed, and what is not.
@@ -40,11 +40,12 @@ SHOWN = [
 
 
 def printed(capsys: pytest.CaptureFixture[str], cls: type[BaseConfig], *argv: str) -> tuple[str, int]:
-    """Standard output and error, and the exit status."""
+    """What is printed, and the exit status; only mistakes go to standard error."""
     with pytest.raises(SystemExit) as caught:
         load(cls, argv, prog="prog")
     shown = capsys.readouterr()
     assert isinstance(caught.value.code, int)
+    assert bool(shown.err) == bool(caught.value.code)
     return shown.out + shown.err, caught.value.code
 
 
@@ -67,8 +68,10 @@ def test_what_is_asked_for_is_shown(
         (["--help=zzz"], "no option has 'zzz' in its name or description"),
         (["--completion", "csh"], "--completion needs one of bash, zsh, fish"),
         ([], "orchestrator: required, but not given"),
+        (["--sed", "1", "--max-steps", "x", *ORCH], "max_steps: must be a valid integer, got 'x' (--max-steps)\n"
+         "error: --sed names no setting; did you mean --seed?"),
     ],
-)
+)  # fmt: skip
 def test_what_names_nothing_is_a_mistake(capsys: pytest.CaptureFixture[str], argv: list[str], problem: str) -> None:
     usual = "" if argv else " Settings usually go in a file: prog @ config.toml."
     says = f"Nothing was started.{usual} All settings: prog --help=all; those that are gone: docs/migration.md"

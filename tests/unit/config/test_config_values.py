@@ -23,7 +23,7 @@ from prime_rl.config import (
 )
 from prime_rl.config.loader import resolve
 from prime_rl.config.orchestrator import TrainingEnv
-from support.configs import CLASSES, LEAST, ORCH, command_line
+from support.configs import LEAST, ORCH, command_line
 
 FILES = {
     # of a trainer, an orchestrator, a server
@@ -465,13 +465,6 @@ def test_variables_of_many_items_and_of_children() -> None:
     assert child_env({**env, **others}, InferenceConfig) == others
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_every_entrypoint_has_the_common_options(cls: type[BaseConfig]) -> None:
-    options = ["--output-dir", "elsewhere", "--seed", "4", "--dry-run", "--log.level", "warning"]
-    config = parse(cls, [*LEAST[cls], *options], {})
-    assert (config.output_dir, config.seed, config.dry_run, config.log.level) == (Path("elsewhere"), 4, True, "warning")
-
-
 def test_a_shared_setting_given_beside_the_resolved_file_reaches_every_section() -> None:
     """`rl @ outputs/configs/rl.toml --max-steps 60`: one option changes what stands in the file for every section."""
     options = "--inference.server.port 8123 --max-steps 30 --seed 4 --ckpt.interval 5 --seq-len 512"
@@ -496,16 +489,6 @@ def test_the_debug_files_make_a_run_once_they_share_a_directory(monkeypatch: pyt
     assert config.trainer.data.fake is None
     assert fake.startswith("trainer.data.fake (examples/debug/rl/train.toml, line ")
     assert trainer.startswith("orchestrator.trainer is left out")
-
-
-def test_sampling_override() -> None:
-    """A partial override changes what it names."""
-    argv = ["--environment.id", "x", "--sampling.top-k", "5", "--environment.sampling.temperature", "0.5"]
-    config = parse(OrchestratorConfig, argv, {})
-    override = config.environments[0].sampling
-    assert override is not None
-    merged = config.sampling.changed(override)
-    assert (merged.temperature, merged.top_k, config.sampling.temperature) == (0.5, 5, 1.0)
 
 
 OLDER = [

@@ -73,8 +73,8 @@ async def test_environments_run_at_once_within_one_bound(world):
     assert world.pool.most == 3
     order = [env for env, *_ in world.pool.made]
     assert order.index("two") < 3
-    temperatures = {(env, sampling["temperature"]) for env, sampling in zip(order, world.pool.sampling, strict=True)}
-    assert temperatures == {("one", 1.0), ("two", 0.5)}
+    asked = {(env, one["temperature"], "seed" in one) for env, one in zip(order, world.pool.sampling, strict=True)}
+    assert asked == {("one", 1.0, True), ("two", 0.5, True)}, "an override changes what it names alone"
 
 
 @pytest.mark.parametrize("base", [[], [0]], ids=["no version 0", "a version 0"])
