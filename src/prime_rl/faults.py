@@ -52,14 +52,8 @@ def arm(process: str) -> None:
 
 
 def point(name: str, file: Path | None = None) -> Kind | None:
-    """Pass the point `name`; `file` is what is being written there, for `tear`.
-
-    Returns:
-        `drop`, `duplicate` or `error` when that is planned here, else None.
-
-    Raises:
-        OSError: ENOSPC, when that is planned here.
-    """
+    """Pass the point `name`; `file` is what is being written there, for `tear`. Return `drop`, `duplicate` or `error`
+    when that is planned here, else None. Raises OSError (ENOSPC) when that is."""
     for fault, seen in _plan:
         if fnmatchcase(name, fault.point):
             with seen.open("ab", buffering=0) as matches:  # durable and atomic: the next incarnation counts on

@@ -31,15 +31,12 @@ def load_function(
     path: str, args: Mapping[str, Any], positional: int, key: str, offered: Collection[str] = ()
 ) -> Callable[..., Any]:
     """Return the function at `path`: `module:name`, or `file.py:name`.
+    Raises UserError: there is none, or it does not take these arguments.
 
     Args:
-        args: Keyword arguments that it will be called with.
-        positional: How many positional arguments it will be called with.
+        positional: How many positional arguments it will be called with, beside `args`.
         key: The setting that names it, for errors.
         offered: More keyword arguments, which it is called with if it takes them.
-
-    Raises:
-        UserError: there is none, or it does not take these arguments.
     """
     where, _, name = path.rpartition(":")
     look_here()

@@ -215,10 +215,7 @@ def watch() -> None:
 
 def follow(pid: int) -> bool:
     """SIGKILL this process once process `pid`, one of its ancestors, is gone: an engine must not outlive its server.
-
-    Returns:
-        Whether `pid` is followed: not on another host, where the number means something else.
-    """
+    Return whether it is followed: not on another host, where the number means something else."""
     processes = table()
     if pid not in processes or os.getpid() not in below({pid}, processes) - {pid}:
         return False

@@ -33,17 +33,13 @@ class Problem:
 
 
 class Problems(ValueError):
-    """Contradictions found by one validator."""
-
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("; ".join(problem.message for problem in problems))
         self.problems = problems
 
 
 def check(*results: Problem | None) -> None:
-    """Raise the problems among `results`, all of them together."""
-    problems = [problem for problem in results if problem is not None]
-    if problems:
+    if problems := [problem for problem in results if problem is not None]:
         raise Problems(problems)
 
 
@@ -67,7 +63,6 @@ Checks = Iterator[Problem | None]
 
 
 def conflict(contradicts: object, message: str, *keys: str) -> Problem | None:
-    """A problem if `contradicts`, for `check`."""
     return Problem(message, *keys) if contradicts else None
 
 

@@ -111,9 +111,7 @@ def parse(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> Con
     """Return the configuration that `argv` and `env` describe; read the files they name, print nothing.
 
     Settings that the sections of a run have in common reach each of them, as they do not in a class made directly.
-
-    Raises:
-        ConfigError: with every mistake.
+    Raises ConfigError with every mistake.
     """
     return resolve(cls, argv, env)[0]
 

@@ -46,11 +46,8 @@ def rank_of(name: str) -> int:
 
 
 def begin(config: _Run, name: str, plan: Callable[[_Run], list[str]]) -> _Run | None:
-    """Do as --bench, --dry-run and --clean say, and agree with the other processes of the run.
-
-    Returns:
-        The configuration to run with; None after a dry run, which prints the `plan`.
-    """
+    """Do as --bench, --dry-run and --clean say, and agree with the other processes of the run. Return the configuration
+    to run with; None after a dry run, which prints the `plan`."""
     config = as_benchmark(config) if config.bench else config
     if rank_of(name) > 0:
         return None if config.dry_run else config

@@ -63,8 +63,6 @@ class Request:
 
 @dataclass(eq=False)
 class Worker:
-    """A worker process and what the pool knows about it."""
-
     identity: str
     env: str
     page: Page
@@ -132,17 +130,13 @@ class EnvPool:
         demonstrations: Mapping[str, OPSD] | None = None,
         chat_timeout: float | None = None,
     ) -> None:
-        """Check what can be checked before a worker starts.
+        """Raises UserError: a variable in `secrets` is not set.
 
         Args:
             model: Hub name or directory, also the name under which the engine serves it.
-            base_url: With or without /v1, of the server that is asked where `run` names none.
-            samplers, demonstrations: Of the environments that have one.
+            base_url: Of the server that is asked where `run` names none.
             chat_timeout: Seconds without a byte of an answer, of an API that is asked by its chat route (None: by
                 tokens).
-
-        Raises:
-            UserError: a variable in `secrets` that is not set.
         """
         self._base_url = base_url
         self._samplers = samplers or {}
@@ -286,14 +280,11 @@ class EnvPool:
         server: str | None = None,
     ) -> EpisodeResult:
         """Run one episode. Cancelling the call cancels the episode and its engine requests.
+        Raises UserError: the pool has failed.
 
         Args:
             timeout: Seconds from when the episode gets a slot; the result comes `GRACE_SECONDS` later at most.
             sampling: temperature, top_p, top_k, min_p, max_tokens, min_tokens, seed …; None values are left out.
-            server: Address of the one that samples it, with or without /v1.
-
-        Raises:
-            UserError: the pool has failed.
         """
         worker_set, number = self.sets[env], next(self._numbers)
         self._loaded(worker_set)

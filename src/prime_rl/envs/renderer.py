@@ -108,10 +108,7 @@ def choose(model: str, choice: str, tools: bool = False) -> Any:
 
 def fitting(model: str, tokenizer: Any, tools: bool) -> Any:
     """The renderer of a model that renderers knows by name, else the first that provably renders what the tokenizer's
-    chat template renders. None: there is none, and no `tools` either.
-
-    Raises:
-        RendererError: none shows `tools` as the template does.
+    chat template renders. None: there is none, and no `tools` either. Raises RendererError: none shows `tools` so.
     """
     if model in MODEL_RENDERER_MAP:
         return _made(model, MODEL_RENDERER_MAP[model], tokenizer)

@@ -74,13 +74,11 @@ class EvalResults:
 
     def open(self, directory: Path, settings: Mapping[str, Any], clean: bool = False, replace: bool = False) -> None:
         """Go on with the results in `directory`, or begin anew with `clean`. Needs `close`.
+        Raises UserError: they were made with other settings, or are damaged.
 
         Args:
             settings: What the results depend on; `weights` is the hash of the policy.
             replace: Begin anew as well where the results are of other weights.
-
-        Raises:
-            UserError: they were made with other settings, or are damaged.
         """
         path, settings = directory / SETTINGS, _flat(settings)
         before = json.loads(path.read_bytes()) if path.exists() else settings
@@ -241,11 +239,8 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write_report(results: Sequence[EvalResults], skipped: Mapping[int, str], config: "EvalConfig") -> Path:
-    """Write `report.json`, and keep what an earlier command has reported of other environments and policies.
-
-    Args:
-        skipped: Versions that were not evaluated, and why.
-    """
+    """Write `report.json`, and keep what an earlier command has reported of other environments and policies. `skipped`
+    are the versions that were not evaluated, and why."""
     path = config.output_dir / "evals" / REPORT
     earlier = json.loads(path.read_bytes())["results"] if path.exists() and not config.clean else []
     entries = {(one["environment"], one["policy"]): one for one in [*earlier, *(each.summary() for each in results)]}

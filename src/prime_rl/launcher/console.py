@@ -26,14 +26,10 @@ _STEP_METRICS = {
 
 
 class Console:
-    """Print what metrics and status files say. `say` and `look` are the supervisor's callbacks.
-
-    Args:
-        max_steps: How many steps the run makes; None: until it is stopped.
-        bench: Trainer and orchestrator have no steps in common.
-    """
+    """Print what metrics and status files say. `say` and `look` are the supervisor's callbacks."""
 
     def __init__(self, output_dir: Path, max_steps: int | None, bench: bool = False) -> None:
+        """`bench`: trainer and orchestrator have no steps in common."""
         self._output_dir, self._max_steps, self._bench = output_dir, max_steps, bench
         self._began = time.time()
         self._phases: dict[str, str] = {}

@@ -26,8 +26,6 @@ _ERROR = re.compile(r"(\w+: )?error: |.*\bERROR\b|[\w.]*(Error|Exception)\b.*: \
 
 
 class RunState(StrEnum):
-    """State of a run."""
-
     NEVER = "never started"
     FINISHED = "finished"
     INTERRUPTED = "interrupted"

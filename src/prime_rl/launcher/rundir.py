@@ -127,9 +127,7 @@ def cleaned(
     """Apply `--clean` for `process` after a last `check`, then hold the directory's lock during the `with` block.
 
     So, of several processes that are started with `--clean`, only the first removes anything.
-
-    Raises:
-        UserError: a live `rl`, the same process, or a run that has come further than its start is running here.
+    Raises UserError: a live `rl`, the same process, or a run that has come further than its start is running here.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     with _locked(output_dir):
@@ -198,10 +196,7 @@ def _locked(directory: Path) -> Iterator[None]:
 def as_benchmark(config: Config) -> Config:
     """Return the config of a benchmark: an ordinary run in `bench/` of the run directory, replacing the last one.
 
-    Nothing is evaluated or saved, and it resumes from nothing.
-
-    Raises:
-        UserError: `bench/` holds a run that is none.
+    Nothing is evaluated or saved, and it resumes from nothing. Raises UserError: `bench/` holds a run that is none.
     """
     directory = config.output_dir if config.output_dir.name == _BENCH else config.output_dir / _BENCH
     if set(results(directory)) - {"metrics"}:  # benchmarks write these, too

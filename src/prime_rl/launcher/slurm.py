@@ -77,13 +77,11 @@ def submit(config: RLConfig) -> int:
 
 def render(config: RLConfig) -> tuple[str, dict[Path, BaseConfig]]:
     """Return the batch script of a run, and the configuration files that it names.
+    Raises UserError: the nodes cannot be laid out.
 
     On one node the job is `rl` itself. On several the first `slurm.inference_nodes` serve, one server a node that fills
     its GPUs by data parallelism; the others train, and the orchestrator runs beside rank 0. Nothing is restarted there:
     requeue the job with `--recover`.
-
-    Raises:
-        UserError: the nodes cannot be laid out.
     """
     slurm, inference = config.slurm, config.inference
     assert slurm is not None

@@ -44,8 +44,6 @@ class RunOutcome(Enum):
 
 
 class ChildState(Enum):
-    """State of a supervised process."""
-
     PENDING = auto()  # is started once it is due
     RUNNING = auto()  # not reaped yet
     ENDED = auto()
@@ -138,13 +136,8 @@ def log_tail(path: Path, start: int = 0) -> list[str]:
 
 
 class Supervisor:
-    """Run processes to the end of the run.
-
-    Args:
-        say: Shows a line to the user.
-        tick: Called at every look.
-        drained: Says what the jobs still do when they are asked to stop.
-    """
+    """Run processes to the end of the run. `tick` is called at every look; `drained` says what the jobs still do when
+    they are asked to stop."""
 
     def __init__(
         self,

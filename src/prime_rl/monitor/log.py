@@ -23,10 +23,8 @@ def setup(level: str, process: str, output_dir: Path | str | None = None) -> Non
     """Send this process's lines to stdout and to `logs/NAME.log` below `output_dir`; a later call replaces this one.
 
     If stdout is that file already (as for processes that `rl` starts), it is not written twice. A rank above 0
-    (`trainer.1`) has a file of its own, and its name before each message.
-
-    Args:
-        output_dir: None: stdout only, until the process is accepted: the log may be that of a run that refuses it.
+    (`trainer.1`) has a file of its own, and its name before each message. No `output_dir`: stdout only, until the
+    process is accepted: the log may be that of a run that refuses it.
     """
     global _file
     root = None if output_dir is None else str(Path(output_dir).resolve())

@@ -37,23 +37,15 @@ _LARGEST = 3e38  # advantages are sent with 32 bits
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One agent's conversation in a finished episode; all of the episode where there is no other.
+    """One agent's conversation in a finished episode; all of the episode where there is no other."""
 
-    Args:
-        reward: Finite.
-        output_tokens: Sampled tokens.
-        total_tokens: Of all its token sequences.
-        turns: Replies of the model.
-        rewards: What each reward function of the environment gave, times the environment's weight of it.
-        metrics: Other numbers that the environment reports.
-    """
-
-    reward: float
-    output_tokens: int = 1
-    total_tokens: int = 1
-    turns: int = 1
+    reward: float  # finite
+    output_tokens: int = 1  # sampled
+    total_tokens: int = 1  # of all its token sequences
+    turns: int = 1  # replies of the model
+    # What each reward function of the environment gave, times the environment's weight of it.
     rewards: Mapping[str, float] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)  # other numbers that the environment reports
     is_truncated: bool = False
     agent: str = ""
 
@@ -86,18 +78,10 @@ def trajectories(result: EpisodeResult) -> dict[int, Trajectory]:
 def advantages(
     config: "AlgorithmConfig", groups: Groups, state: Mapping[str, Any]
 ) -> tuple[list[list[float]], dict[str, Any]]:
-    """Return one advantage for each trajectory of a batch's groups, all of one environment.
+    """Return one advantage for each trajectory of a batch's groups, all of one environment, and the state after them.
 
-    A group whose episodes have several agents is a group for each of them.
-
-    Args:
-        state: What the algorithm remembers of earlier batches, empty in a fresh run.
-
-    Returns:
-        The advantages, and the state after this batch.
-
-    Raises:
-        UserError: an algorithm of the user's own gives something else than a finite number for each.
+    A group whose episodes have several agents is a group for each of them. `state` is what the algorithm remembers of
+    earlier batches. Raises UserError: an algorithm of the user's own does not give one finite number for each.
     """
     result, after = [[0.0] * len(group) for group in groups], dict(state)
     if not isinstance(config, ByReward):
@@ -267,10 +251,8 @@ def gdpo(groups: Groups, config: "GDPO", state: dict[str, Any]) -> list[list[flo
     normalized over the batch.
 
     Adding rewards up before they are normalized, as GRPO does, gives different combinations of them the same advantage.
-    A reward that the environment gave to others of the group alone is 0.
-
-    Raises:
-        UserError: it gave none of the group a reward that is to be weighed.
+    A reward that the environment gave to others of the group alone is 0. Raises UserError: it gave none of the group
+    one that is to be weighed.
     """
     sums = []
     for group in groups:

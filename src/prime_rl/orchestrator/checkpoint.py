@@ -38,8 +38,6 @@ class OrchestratorState:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where the run resumes."""
-
     step: int = 0  # collected next
     version: int = 0  # resumed: the step that the trainer's incarnation starts from; else 0
     resumed: bool = False  # from a checkpoint, with what was committed after it
@@ -48,7 +46,6 @@ class ResumePoint:
 
     @property
     def fresh(self) -> bool:
-        """Whether this is a run from the beginning."""
         return not (self.resumed or self.recovered)
 
 
@@ -57,10 +54,8 @@ def resume_point(config: "OrchestratorConfig") -> ResumePoint:
 
     Batches committed beyond the checkpoint are trained again unchanged, so collecting resumes after them. With
     `recover`, after a crash, everything that is committed counts; the run may once have been resumed from a checkpoint.
-
-    Raises:
-        UserError: there is no such checkpoint, it is damaged, or it lies beyond `max_steps`. Or the run would continue
-            with other tasks than it began with.
+    Raises UserError: there is no such checkpoint, it is damaged, or it lies beyond `max_steps`. Or the run would
+    continue with other tasks than it began with.
     """
     ckpt, recover, rollouts = config.ckpt, config.recover, config.output_dir / "rollouts"
     asked = ckpt.resume_step if ckpt is not None else None

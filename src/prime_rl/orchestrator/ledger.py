@@ -149,16 +149,11 @@ def _key(episode: str) -> tuple[int, int, int]:
 
 
 class Ledger:
-    """One run's ledger. One writer: the orchestrator. `record` belongs to one thread; the rest may run in another.
-
-    Args:
-        path: `ledger.sqlite`; made if it is missing (then `reconcile` rebuilds what the manifests list).
-
-    Raises:
-        UserError: the file is damaged, truncated, locked or of a newer format; it is left as it is.
-    """
+    """One run's ledger. One writer: the orchestrator. `record` belongs to one thread; the rest may run in another."""
 
     def __init__(self, path: Path) -> None:
+        """Open `ledger.sqlite`, which is made if it is missing (then `reconcile` rebuilds what the manifests list).
+        Raises UserError: the file is damaged, truncated, locked or of a newer format; it is left as it is."""
         self.path = path
         self._lock = threading.Lock()  # bounded: held for one transaction, whose own wait sqlite bounds
         self._events: list[Event] = []  # not written yet; one thread appends, another cuts, each in one operation
@@ -188,11 +183,8 @@ class Ledger:
     def flush(self, count: int | None = None) -> None:
         """Write the first `count` unwritten events, or all so far, in one transaction.
 
-        Call it before a batch is renamed into place, and after.
-
-        Raises:
-            UserError: the disk is full, or another program keeps the file locked: a later flush writes the events. Or
-                they contradict what is written.
+        Call it before a batch is renamed into place, and after. Raises UserError: the disk is full, or another program
+        keeps the file locked: a later flush writes the events. Or they contradict what is written.
         """
         with self._lock:
             if not (events := self._events[:count]):
@@ -277,12 +269,8 @@ class Ledger:
     def check(self, held: int) -> Counts:
         """Check that issued = trained + in a batch + dropped + in flight + finished. Returns the counts.
 
-        Args:
-            held: Episodes that the scheduler holds, after the events that were flushed: issued, not dropped, and in no
-                batch.
-
-        Raises:
-            UserError: it does not hold; the message has the difference.
+        `held` are the episodes that the scheduler holds, after the events that were flushed: issued, not dropped, in no
+        batch. Raises UserError: it does not hold; the message has the difference.
         """
         counts = self.counts()
         stored = counts.in_flight + counts.finished
@@ -330,14 +318,12 @@ class Ledger:
     def reconcile(self, batches: Sequence[Batched], version: int) -> list[str]:
         """Make the ledger agree with the committed batches. Call it at start, before `open_groups`.
 
-        What was in flight counts as never issued: it will be, under the same name.
+        What was in flight counts as never issued: it will be, under the same name. Return what had to be mended, for
+        the log; nothing when ledger and manifests agree.
 
         Args:
             batches: All batches in the run directory (`read_batches`), by step.
             version: The newest committed version of the current lineage: batches of steps below it may be pruned.
-
-        Returns:
-            What had to be mended, for the log; empty when ledger and manifests agree.
         """
         mended: list[str] = []
         with self._lock, self._transaction():
@@ -387,14 +373,8 @@ def restore(
     """Restore the state of an earlier orchestrator into `scheduler`, and advance `stream` to its position.
 
     Where the ledger is missing (a checkpoint that was taken elsewhere), groups that were open then are left out.
-
-    Args:
-        stream: The task stream from its beginning.
-        version: The newest committed version of the current lineage.
-        pools: Difficulty pools of environments as at the beginning of a run; the saved state is loaded into them.
-
-    Raises:
-        UserError: the ledger's tasks are not the ones that the stream gives.
+    `stream` and the difficulty `pools` are as at the beginning of a run; `version` is the newest committed one of the
+    current lineage. Raises UserError: the ledger's tasks are not the ones that the stream gives.
     """
     state = progress.state
     for line in ledger.reconcile(read_batches(rollouts), version):

@@ -231,8 +231,6 @@ class Scheduler(Generic[Result]):
 
     Args:
         tasks: Endless iterator over tasks, in the order in which groups are opened.
-        step: The first step to collect (0 in a fresh run).
-        emit: Called with every event, in order.
         gate: Returns why a group that ended and is verified should not be trained, or None. One that it rejects leaves
             room for another, so that batches stay full.
     """

@@ -97,7 +97,6 @@ def task_stream(
 
     Args:
         tasks: Of each environment. The same seed gives the same stream: a resumed run draws what was drawn before.
-        ratios: Relative weight of each environment.
         pools: Environments that draw by difficulty instead of uniformly. What they give depends on what is observed.
     """
 

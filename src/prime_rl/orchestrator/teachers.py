@@ -33,11 +33,7 @@ class TeacherError(Exception):
 
 
 class Teacher:
-    """A client of one server. One with a `TeacherConfig` scores, another one only samples.
-
-    Args:
-        key: The setting that names it, for errors.
-    """
+    """A client of one server, which the setting `key` names. One with a `TeacherConfig` scores, others only sample."""
 
     def __init__(self, config: TeacherServer, key: str) -> None:
         self.config, self.root, self.model = config, api_root(config.base_url), config.model
@@ -83,14 +79,10 @@ class Teacher:
                 ) from error
 
     async def score(self, tokens: Sequence[int], hint: Sequence[int] = ()) -> "array[float]":
-        """Return the log-probability of each of T tokens given those before it, (T,).
+        """Return the log-probability of each of T tokens given the `hint` and those before it, (T,).
 
-        The first one's is 0 unless there is a hint: nothing predicts it.
-
-        Args:
-            hint: Tokens that are read before.
-
-        Raises TeacherError; and UserError if the server does not take the key.
+        The first one's is 0 unless there is a hint: nothing predicts it. Raises TeacherError; and UserError if the
+        server does not take the key.
         """
         prompt = [*hint, *tokens]
         body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
@@ -164,13 +156,8 @@ class Teachers:
     async def score(self, env: str, result: EpisodeResult, server: str) -> None:
         """Give the samples of an episode their `ref_logprobs`, where a teacher scores them.
 
-        An episode that cannot be scored has failed. Queueing has no deadline; each request has its own.
-
-        Args:
-            server: The policy's server that sampled it, which is its teacher with `opsd`.
-
-        Raises:
-            UserError: a server does not take the key.
+        `server` is the policy's that sampled it, which is its teacher with `opsd`. An episode that cannot be scored has
+        failed. Queueing has no deadline; each request has its own. Raises UserError: a server does not take the key.
         """
         teacher = self._scorers.get(env)
         if isinstance(self._config.algorithm_of(env), OPSD):

@@ -154,10 +154,6 @@ def recoverable(root: Path, recovery: Path, incarnations: Mapping[int, int]) -> 
     States that a later incarnation superseded are left out. Each comes as its step, its directory, and what is wrong
     with it (None: its bytes are the ones that were committed). Raises UserError if a newer version of this program
     wrote one: to skip it would lose its steps.
-
-    Args:
-        recovery: The directory of the recovery checkpoints.
-        incarnations: The trainer's incarnations and the steps they started from.
     """
     states = [(step, part_dir(root, step, "trainer")) for step in steps_with(root, "trainer")]
     states += [(step, step_dir(recovery, step)) for step in list_steps(recovery)]

@@ -71,11 +71,8 @@ _MANIFEST = TypeAdapter(Manifest)
 class Stage:
     """A directory being written for `final`. Several processes may write into `path`; one of them commits.
 
-    As a context manager it removes what was written if an exception leaves the block.
-
-    Args:
-        final: The directory's final place. Its parent is made if needed.
-        nonce: Identifies this attempt; every writer of a shared stage passes the same one.
+    As a context manager it removes what was written if an exception leaves the block. `nonce` identifies this attempt:
+    every writer of a shared stage passes the same one.
     """
 
     def __init__(self, final: Path, nonce: str | None = None) -> None:
@@ -193,12 +190,8 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def verify(directory: Path, *, unhashed: Collection[str] = (), manifest: Manifest | None = None) -> Manifest:
-    """Raise CommitError, naming the file, unless every file of the manifest is there with its size and its hash.
-
-    Args:
-        unhashed: Names of files whose sizes alone are checked.
-        manifest: The manifest, if it was read already.
-    """
+    """Raise CommitError, naming the file, unless every file of the manifest is there with its size and, but for those
+    that `unhashed` names, its hash."""
     manifest = manifest or read_manifest(directory)
     for name, expected in manifest.files.items():
         path = directory / name
@@ -235,7 +228,6 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """Return the xxh3-128 of a file's bytes, as hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
@@ -255,7 +247,6 @@ def list_steps(parent: Path) -> list[int]:
 
 
 def step_dir(root: Path, step: int) -> Path:
-    """Return the final place of a step's batch, version or checkpoint under the root of its kind."""
     return root / f"step_{step}"
 
 

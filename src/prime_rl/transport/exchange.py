@@ -185,7 +185,6 @@ class Publisher:
     Args:
         buffer: uint8 [B] on the trainer's GPU or host. `shared_buffer` makes one that CUDA IPC can share.
         handle: Opens the buffer in other processes on the same GPU (None: not shared).
-        host: The address to listen on, which servers must reach.
         timeout: Seconds without progress after which a worker is cut off.
     """
 

@@ -123,7 +123,6 @@ def prunable(
 
     Args:
         lease: What readers hold; None if there are none.
-        async_level: Steps that sampling may run ahead.
         keep: Versions kept beyond what is needed; None keeps all.
         checkpoints: Kept checkpoints and the one that is being saved; each needs the versions `[N - async_level, N]`.
     """
