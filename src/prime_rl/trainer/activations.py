@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig
 
-if TYPE_CHECKING:
-    from prime_rl.config.trainer import Recompute
-
+from prime_rl.config.trainer import Recompute
 
 CHUNK = 1 << 24  # bytes of a chunk of host memory: a power of two, to which the pinned allocator would round it up
 SMALLEST = 1 << 20  # bytes below which a tensor stays on the device
@@ -182,12 +180,12 @@ class _OffloadedBlock(ActivationWrapper):
             return self._checkpoint_wrapped_module(*args, **kwargs)
         kept: dict[int, _Storage] = {}  # by address
         # Weights, and what all blocks are given alike (rotary embeddings), stay.
-        shared = {
-            _address(tensor) for tensor in (*self.parameters(), *tree_leaves(kwargs)) if isinstance(tensor, Tensor)
-        }
+        stay = (each for each in (*self.parameters(), *tree_leaves(kwargs)) if isinstance(each, Tensor))
+        shared = {tensor.untyped_storage().data_ptr() for tensor in stay}
 
         def pack(tensor: Tensor) -> Tensor | _Kept:
-            whole, address = tensor.untyped_storage(), _address(tensor)
+            whole = tensor.untyped_storage()
+            address = whole.data_ptr()
             if whole.nbytes() < SMALLEST or address in shared or tensor.device != self.host.device:
                 return tensor
             data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(whole)  # type: ignore[call-overload]
@@ -201,11 +199,7 @@ class _OffloadedBlock(ActivationWrapper):
         return out
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-LEVELS: "tuple[Recompute, ...]" = ("none", "pointwise", "wide", "attention", "full")
+LEVELS: tuple[Recompute, ...] = ("none", "pointwise", "wide", "attention", "full")
 
 _aten = torch.ops.aten
 # Where the second factor stands among the arguments. Linear layers arrive as these, eager or compiled.
@@ -242,7 +236,7 @@ def wide_products(config: PretrainedConfig) -> set[int]:
 class Checkpointed(ActivationWrapper):
     """A block that keeps what `level` says; `checkpoint` is torch's function with that policy."""
 
-    def __init__(self, block: nn.Module, level: "Recompute", checkpoint: Callable[..., Any]) -> None:
+    def __init__(self, block: nn.Module, level: Recompute, checkpoint: Callable[..., Any]) -> None:
         super().__init__(block)
         self.level, self.checkpoint = level, checkpoint
 
@@ -253,7 +247,7 @@ class Checkpointed(ActivationWrapper):
         return self.checkpoint(self._checkpoint_wrapped_module, *args, **kwargs)
 
 
-def _checkpoint(level: "Recompute", kept: set[Any], wide: set[int]) -> Callable[..., Any]:
+def _checkpoint(level: Recompute, kept: set[Any], wide: set[int]) -> Callable[..., Any]:
     plain = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if level == "full":
         return plain

@@ -5,7 +5,7 @@ last). No mask function is registered under our name, so transformers builds no 
 `position_ids`, boundaries from `cu_seqlens` only.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -14,13 +14,11 @@ from loguru import logger
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from prime_rl.config.trainer import Attention
 from prime_rl.errors import UserError
 from prime_rl.trainer.attention_kernels import EXPLICIT, KERNELS, load
 from prime_rl.trainer.attention_needs import Needs
 from prime_rl.trainer.parallel import World, agree, on_main
-
-if TYPE_CHECKING:
-    from prime_rl.config.trainer import Attention
 
 NAME = "prime_rl_packed"
 
@@ -29,7 +27,7 @@ _HOPPER = (9, 0)
 _SURE_HEAD_DIM = {"flash_attention_4": 128, "flash_attention_3": 256, "cudnn": 128, "varlen": 256}
 
 
-def set_up(wanted: "Attention", needs: Needs, dtype: torch.dtype, world: World) -> set[Any]:
+def set_up(wanted: Attention, needs: Needs, dtype: torch.dtype, world: World) -> set[Any]:
     """Choose a backend, the same on every rank, say which, and make it the attention of every model that uses `NAME`.
 
     Returns what `register` does. Raises UserError, which says why, if the wanted backend cannot run in `dtype` here.

@@ -16,7 +16,6 @@ keep its output by name. All have the form
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -53,6 +52,23 @@ def packed_operator(
         backward: (d_out, q, k, v, out, lse, mask) -> (dq, dk, dv)
     """
 
+    def call(
+        function: Any, inputs: list[Tensor], scale: float, window: int | None, softcap: float | None
+    ) -> list[Tensor]:
+        *tensors, cu_seqlens, longest = inputs
+        assert longest.is_cpu, "reading it from a GPU would wait for the GPU in every layer"
+        limit = int(longest)
+        # Plain causal kernels are faster than windowed ones.
+        mask = Mask(cu_seqlens, limit, scale, window if window is not None and window < limit else None, softcap)
+        try:
+            results = function(*(x if x.stride(-1) == 1 else x.contiguous() for x in tensors), mask)
+            return [x.contiguous() for x in results]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # libraries have errors of their own, assertions among them
+            problem = f"attention {name} fails here: {one_line(error)}"
+            raise UserError(f"{problem}: choose another with model.attention") from error
+
     @torch.library.custom_op(f"prime_rl::{name}", mutates_args=())
     def attend(
         q: Tensor,
@@ -66,9 +82,7 @@ def packed_operator(
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert softcap is None or name == "explicit", f"{name} does not cap scores"
-        mask = _mask(cu_seqlens, longest, scale, window, softcap)
-        with _named_failure(name):
-            out, lse = forward(_dense(q), _dense(k), _dense(v), mask)
+        out, lse = call(forward, [q, k, v, cu_seqlens, longest], scale, window, softcap)
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
             out, lse = (out * torch.exp(lse - total).t()[..., None]).to(out.dtype), total
@@ -81,26 +95,11 @@ def packed_operator(
 
     @torch.library.custom_op(f"prime_rl::{name}_backward", mutates_args=())
     def differentiate(
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        cu_seqlens: Tensor,
-        longest: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        mask = _mask(cu_seqlens, longest, scale, window, softcap)
-        with _named_failure(name):
-            dq, dk, dv = backward(_dense(d_out), _dense(q), _dense(k), _dense(v), out, lse, mask)
-        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+        d_out: Tensor, kept: list[Tensor], scale: float, window: int | None, softcap: float | None
+    ) -> list[Tensor]:
+        return call(backward, [d_out, *kept], scale, window, softcap)
 
-    @differentiate.register_fake
-    def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Grads:
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    differentiate.register_fake(lambda d_out, kept, *_: [x.new_empty(x.shape) for x in kept[:3]])
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         q, k, v, cu_seqlens, longest, ctx.scale, ctx.window, ctx.softcap, sinks = inputs
@@ -108,7 +107,7 @@ def packed_operator(
 
     def gradients(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         *saved, sinks = ctx.saved_tensors
-        grads = differentiate(d_out, *saved, ctx.scale, ctx.window, ctx.softcap)
+        grads = differentiate(d_out, saved, ctx.scale, ctx.window, ctx.softcap)
         if sinks is not None:  # their value is 0, their weight exp(sink - lse)
             weights_HT = torch.exp(sinks.to(saved[4].dtype)[:, None] - saved[4])
             sinks = -(weights_HT * (d_out.float() * saved[3]).sum(-1).t()).sum(1).to(sinks.dtype)
@@ -116,30 +115,6 @@ def packed_operator(
 
     attend.register_autograd(gradients, setup_context=keep)
     return attend
-
-
-@contextmanager
-def _named_failure(name: str) -> Iterator[None]:
-    """Raise UserError for what a library raises, running out of memory apart."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # libraries have errors of their own, assertions among them
-        raise UserError(
-            f"attention {name} fails here: {one_line(error)}: choose another with model.attention"
-        ) from error
-
-
-def _mask(cu_seqlens: Tensor, longest: Tensor, scale: float, window: int | None, softcap: float | None) -> Mask:
-    assert longest.is_cpu, "reading it from a GPU would wait for the GPU in every layer"
-    limit = int(longest)
-    # Plain causal kernels are faster than windowed ones.
-    return Mask(cu_seqlens, limit, scale, window if window is not None and window < limit else None, softcap)
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _flash_window(mask: Mask) -> dict[str, int]:

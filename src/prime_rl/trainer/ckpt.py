@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from loguru import logger
 
 from prime_rl import faults
-from prime_rl.config.trainer import TrainerConfig
+from prime_rl.config.trainer import TrainerConfig, TrainingConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer import training_state
 from prime_rl.trainer.model import Policy
@@ -29,9 +29,6 @@ from prime_rl.transport.protocol import current_incarnation
 from prime_rl.transport.settings import suggestions
 from prime_rl.transport.weights import hash_directory, version_hash, weights_manifest
 from prime_rl.wait import LEAST_POLL_SECONDS, TaskThread, wait
-
-if TYPE_CHECKING:
-    from prime_rl.config.trainer import TrainingConfig
 
 PART: checkpoints.Part = "trainer"
 Kind = Literal["checkpoint", "recovery checkpoint"]
@@ -73,7 +70,7 @@ class Checkpoints:
         alone: Whether no other process takes part in the checkpoints, so that this one joins them.
     """
 
-    def __init__(self, config: "TrainingConfig", world: World, *, alone: Callable[[], bool]) -> None:
+    def __init__(self, config: TrainingConfig, world: World, *, alone: Callable[[], bool]) -> None:
         self.world, self.alone = world, alone
         rl = config if isinstance(config, TrainerConfig) else None
         self.recover = rl is not None and rl.recover

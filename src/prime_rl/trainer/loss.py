@@ -15,21 +15,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from prime_rl.config.trainer import LossConfig
 from prime_rl.errors import UserError
 from prime_rl.importing import load_function
 from prime_rl.trainer import policy_losses
-from prime_rl.trainer.lm_head import MAXIMA
+from prime_rl.trainer.lm_head import MAXIMA, TokenLoss
 from prime_rl.trainer.policy_losses import Sequences
-
-if TYPE_CHECKING:
-    from prime_rl.config.trainer import LossConfig
-    from prime_rl.trainer.lm_head import TokenLoss
-
 
 _MOST = 22.0  # hardly any log ratio of a sampled token is beyond, and no entropy
 
@@ -119,7 +115,7 @@ class SequenceLoss:
         return self.of(logprob, entropy, streams, Sequences(document, streams[STREAMS.index("mask")], count))
 
 
-def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
+def make_loss(config: LossConfig) -> TokenLoss | SequenceLoss:
     """The RL loss of `config`: its policy loss, plus cross-entropy and reference-KL terms where their streams say so.
 
     Raises UserError if a custom loss cannot be imported, does not take its arguments, or gives no loss of tokens.

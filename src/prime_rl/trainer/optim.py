@@ -14,18 +14,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from prime_rl.config.trainer import OptimConfig, SchedulerConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import SHARD, local_part, page_lock, rows_of_ranks
-
-if TYPE_CHECKING:
-    from prime_rl.config.trainer import OptimConfig, SchedulerConfig
 
 CHUNK = 1 << 24  # elements of the parameters whose states visit the device together: 64 MiB of each float32 state
 _UNDER_WAY = 3
@@ -224,7 +222,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.settle()
 
 
-def build_optimizer(model: nn.Module, config: "OptimConfig") -> ShardedOptimizer:
+def build_optimizer(model: nn.Module, config: OptimConfig) -> ShardedOptimizer:
     """Build the optimizer of a model's float32 masters. Raises UserError if the host has not enough memory.
 
     They must be float32: at reinforcement-learning rates (1e-6) over 95 % of bfloat16 weights would not move at all.
@@ -389,7 +387,7 @@ def _update_batch(settings: Settings, batch: _Batch, chunk: Chunk) -> Iterator[N
 # ---- the learning rate, and clipping
 
 
-def learning_rate(config: "SchedulerConfig", lr: float, step: int, max_steps: int | None) -> float:
+def learning_rate(config: SchedulerConfig, lr: float, step: int, max_steps: int | None) -> float:
     """Return the learning rate of step `step` (0-based).
 
     Warm-up rises linearly and reaches `lr` at step `warmup_steps` - 1 (its first step is lr / warmup_steps, not zero).

@@ -9,13 +9,10 @@ exponential: 0 · inf is not 0.
 Those that take `sequences` couple the tokens of a sequence and are evaluated on all tokens of a micro-batch at once.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from prime_rl.config.trainer import CISPOLoss, DefaultLoss, GRPOLoss, GSPOLoss, IPOLoss, PPOClipLoss, ReinforceLoss
+from prime_rl.config.trainer import CISPOLoss, DefaultLoss, GRPOLoss, GSPOLoss, IPOLoss, PPOClipLoss, ReinforceLoss
 
 PolicyTerm = tuple[Tensor, Tensor]
 
@@ -46,7 +43,7 @@ class Sequences:
         return torch.segment_reduce(values * self._mask, "sum", lengths=self._lengths, unsafe=True)
 
 
-def default(logprob: Tensor, old: Tensor, advantage: Tensor, config: "DefaultLoss") -> PolicyTerm:
+def default(logprob: Tensor, old: Tensor, advantage: Tensor, config: DefaultLoss) -> PolicyTerm:
     """DPPO's binary mask on the change of probability, plus a squared-log-ratio regulariser (PRIME-RL's default loss).
 
     The mask: Qi et al. 2026, arXiv:2602.04879 ("Binary-TV").
@@ -63,7 +60,7 @@ def default(logprob: Tensor, old: Tensor, advantage: Tensor, config: "DefaultLos
     return _masked_ratio(logprob - old, advantage, dropped, config.adv_tau, config.kl_tau), dropped
 
 
-def ipo(logprob: Tensor, old: Tensor, advantage: Tensor, config: "IPOLoss") -> PolicyTerm:
+def ipo(logprob: Tensor, old: Tensor, advantage: Tensor, config: IPOLoss) -> PolicyTerm:
     """The default loss with a symmetric mask: dropped where |exp(logprob) - exp(old)| > threshold (PRIME-RL, 2026)."""
     with torch.no_grad():
         dropped = (logprob.exp() - old.exp()).abs() > config.threshold
@@ -75,7 +72,7 @@ def _masked_ratio(log_ratio: Tensor, advantage: Tensor, dropped: Tensor, adv_tau
     return kl_tau * log_ratio.square() - torch.where(dropped, 0.0, adv_tau * advantage) * ratio
 
 
-def grpo(logprob: Tensor, old: Tensor, advantage: Tensor, config: "GRPOLoss") -> PolicyTerm:
+def grpo(logprob: Tensor, old: Tensor, advantage: Tensor, config: GRPOLoss) -> PolicyTerm:
     """PPO's clipped objective on tokens, as in GRPO:  -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
     Schulman et al. 2017, arXiv:1707.06347; Shao et al. 2024, arXiv:2402.03300. clip_high > clip_low is DAPO (Yu et al.
@@ -85,7 +82,7 @@ def grpo(logprob: Tensor, old: Tensor, advantage: Tensor, config: "GRPOLoss") ->
     return _clipped(logprob - old, advantage, config.clip_low, config.clip_high)
 
 
-def ppo_clip(logprob: Tensor, old: Tensor, advantage: Tensor, config: "PPOClipLoss") -> PolicyTerm:
+def ppo_clip(logprob: Tensor, old: Tensor, advantage: Tensor, config: PPOClipLoss) -> PolicyTerm:
     """The clipped objective, bounded where A < 0 as well:  -max(min(r A, clip(r) A), dual_clip · A).
 
     Ye et al. 2020, arXiv:1912.09729 (dual-clip PPO), which recommends 3.
@@ -97,7 +94,7 @@ def ppo_clip(logprob: Tensor, old: Tensor, advantage: Tensor, config: "PPOClipLo
     return torch.where(bounded, -config.dual_clip * advantage, loss), clipped | bounded
 
 
-def gspo(logprob: Tensor, old: Tensor, advantage: Tensor, config: "GSPOLoss", sequences: Sequences) -> PolicyTerm:
+def gspo(logprob: Tensor, old: Tensor, advantage: Tensor, config: GSPOLoss, sequences: Sequences) -> PolicyTerm:
     """The clipped objective of whole sequences:  s = exp(mean of log r over the sequence),  -min(s A, clip(s) A).
 
     Zheng et al. 2025, arXiv:2507.18071, with its clips and mean over sequences. All tokens get a gradient through s.
@@ -114,7 +111,7 @@ def _clipped(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: f
     return -torch.where(clipped, held, free), clipped
 
 
-def cispo(logprob: Tensor, old: Tensor, advantage: Tensor, config: "CISPOLoss") -> PolicyTerm:
+def cispo(logprob: Tensor, old: Tensor, advantage: Tensor, config: CISPOLoss) -> PolicyTerm:
     """Clipped importance weights, detached:  -clip(r, 1 - clip_low, 1 + clip_high) · A · logprob.
 
     MiniMax-M1, 2025, arXiv:2506.13585, with an upper bound that it does not state; ScaleRL (arXiv:2510.13786) saw no
@@ -126,7 +123,7 @@ def cispo(logprob: Tensor, old: Tensor, advantage: Tensor, config: "CISPOLoss") 
 
 
 def reinforce(
-    logprob: Tensor, old: Tensor, advantage: Tensor, config: "ReinforceLoss", sequences: Sequences | None = None
+    logprob: Tensor, old: Tensor, advantage: Tensor, config: ReinforceLoss, sequences: Sequences | None = None
 ) -> PolicyTerm:
     """Williams' policy gradient with a detached importance weight:  -w(ratio) · A · logprob.
 

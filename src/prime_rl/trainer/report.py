@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from loguru import logger
 from torch import Tensor
 
 from prime_rl.config import write_toml
+from prime_rl.config.trainer import TrainingConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log
 from prime_rl.monitor.status import status_path
@@ -22,9 +22,6 @@ from prime_rl.trainer.lm_head import MAXIMA
 from prime_rl.trainer.parallel import Moment, ToHost, World, now, seconds
 from prime_rl.transport.commit import disk_errors, list_steps, step_dir
 from prime_rl.transport.weights import weights_manifest
-
-if TYPE_CHECKING:
-    from prime_rl.config.trainer import TrainingConfig
 
 
 def stop_signal() -> Callable[[], bool]:
@@ -64,7 +61,7 @@ class Report:
     run. A restart by the launcher (`recover`) reports at once that it is alive.
     """
 
-    def __init__(self, config: "TrainingConfig", process: str, world: World, *, recover: bool = False) -> None:
+    def __init__(self, config: TrainingConfig, process: str, world: World, *, recover: bool = False) -> None:
         self.config, self.process, self.ranks = config, process, world.size
         self.main = world.is_main
         self._name = process if self.main else f"{process}.{world.rank}"
@@ -80,7 +77,7 @@ class Report:
                 self._status.done(f"failed: {error}")
             self._status.close()
 
-    def open(self, raw_config: "TrainingConfig") -> None:
+    def open(self, raw_config: TrainingConfig) -> None:
         """The run is not refused: from here on it may write its own files, first of all its config."""
         self._begin()
         if self.main:

@@ -5,7 +5,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from loguru import logger
 from transformers import (
@@ -17,12 +17,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError, user_errors
 from prime_rl.trainer.parallel import World, agree, on_main
 from prime_rl.transport.weights import no_tensors_message
-
-if TYPE_CHECKING:
-    from prime_rl.config.trainer import TrainerModel
 
 # Shapes that fake data can use without a download: values of `_SHAPE`, experts. Head size 128, vocabulary 151,936.
 _SHAPE = (
@@ -55,7 +53,7 @@ class Source:
     trust_remote_code: bool = False
 
 
-def locate_model(config: "TrainerModel", world: World, *, random_weights: bool) -> Source:
+def locate_model(config: TrainerModel, world: World, *, random_weights: bool) -> Source:
     """`find_model` on every rank, rank 0 first: it downloads what is missing."""
     find = partial(find_model, config.name, config.trust_remote_code, random_weights)
     on_main(world, lambda: find().name)

@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from prime_rl.config import TrainerConfig
+from prime_rl.config.trainer import PolicyLoss
 from prime_rl.errors import UserError
 from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.packing import LONGEST, Document, Ints, MicroBatch, OnWait, StepData, StepSource, rollout_lengths
@@ -19,9 +19,6 @@ from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import list_steps, step_dir, subject_of
 from prime_rl.transport.rollouts import Sample, open_batch
 from prime_rl.wait import WaitTimeout
-
-if TYPE_CHECKING:
-    from prime_rl.config.trainer import PolicyLoss
 
 _SCALES = slice(STREAMS.index("rl_scale"), len(STREAMS))
 _LOOK_SECONDS = 0.05  # between two looks at the directory
@@ -188,7 +185,7 @@ def grouped(data: StepData, group_of: "Sequence[str] | Sequence[int]", mine: Seq
     return replace(data, groups=groups, group_count=len(place))
 
 
-def normalize(data: StepData, world: World, loss: "PolicyLoss") -> StepData:
+def normalize(data: StepData, world: World, loss: PolicyLoss) -> StepData:
     """Divide each component's weights by its denominator in the whole step: one sum over ranks, before any backward.
 
     The denominator is the component's number of tokens (of nonzero weight) over all micro-batches and ranks. For the RL

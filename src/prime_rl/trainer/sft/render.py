@@ -21,14 +21,12 @@ from pydantic import BaseModel, BeforeValidator, Json, TypeAdapter, ValidationEr
 from renderers import build_training_sample
 from transformers import PreTrainedTokenizerBase
 
-from prime_rl.config.sft import SFTData
+from prime_rl.config.sft import LossMask, SFTData
 from prime_rl.envs.renderer import RendererError, fitting, text_content
 from prime_rl.errors import UserError, user_errors
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-    from prime_rl.config.sft import LossMask
 
 ACCEPTED = "a column `messages`, or two columns `prompt` and `completion` (optionally `tools`)"
 _SUFFIXES = (".jsonl", ".parquet")
@@ -172,7 +170,7 @@ class RowRenderer:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, model: str, loss_mask: "LossMask", stop_ids: Sequence[int] = ()
+        self, tokenizer: PreTrainedTokenizerBase, model: str, loss_mask: LossMask, stop_ids: Sequence[int] = ()
     ) -> None:
         self._tokenizer, self._model = tokenizer, model
         self._trained_roles = loss_mask.model_dump()
