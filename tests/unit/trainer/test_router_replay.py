@@ -1,35 +1,28 @@
-"""Router replay: the experts that an engine chose are those that the trainer computes with, token by token, from the
-engine's answer to the gradients."""
+"""Router replay: the experts that an engine chose are those that the trainer computes with, token by token. From a real
+engine, over turns and a branch: tests/integration/test_router_replay.py."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from renderers.client import parse_generate_response
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from prime_rl.config import TrainerConfig
-from prime_rl.envs.conversation import experts_of
-from prime_rl.envs.convert import Turn, samples_of
 from prime_rl.errors import UserError
-from prime_rl.inference.routes import sample_answer
-from prime_rl.orchestrator.samples import expert_rows
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import Document, MicroBatch, collate, to_device
 from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.rl.data import document
 from prime_rl.trainer.router_replay import Routers, chosen_experts, set_up
-from prime_rl.transport.commit import step_dir
-from prime_rl.transport.rollouts import open_batch, write_batch
+from prime_rl.transport.rollouts import write_batch
 from support import trainer as support
 
 CPU = torch.device("cpu")
@@ -194,67 +187,6 @@ def test_layers_without_experts_are_left_out() -> None:
     rows = np.array([[0, 0, 1, 2, 0, 0, 4, 3]] * 2, dtype=np.uint16)
     chosen = chosen_experts(rows, Routers(4, (1, 3), 2, 5), "s")
     assert chosen.tolist() == [[[1, 2]] * 2, [[4, 3]] * 2]
-
-
-def test_from_an_engine_to_the_trainer(moe_model: Path, make_policy: Callable[..., Policy], tmp_path: Path) -> None:
-    """Contract: log-probabilities of an engine whose routers choose other experts come out of the trainer, over
-    two turns and a branch, in one packed batch; without replay they do not. The engine: transformers, with noise in its
-    choice, which a token keeps as long as it is cached."""
-    model, draw, cache = theirs(moe_model), np.random.default_rng(0), dict[tuple[int, ...], np.ndarray]()
-
-    def compute(ids: list[int]) -> tuple[Tensor, np.ndarray]:
-        """Log-probabilities [T, V] and experts [T, layers, K]."""
-        for end in range(1, len(ids) + 1):
-            cache.setdefault(tuple(ids[:end]), draw.gumbel(size=(LAYERS, EXPERTS)))
-        noise = torch.from_numpy(np.stack([cache[tuple(ids[:end])] for end in range(1, len(ids) + 1)], axis=1))
-        chosen: list[Tensor] = []
-
-        def choose(layer: int, probabilities: Tensor) -> Tensor:
-            chosen.append((probabilities.log() + noise[layer]).topk(K).indices)
-            return chosen[-1]
-
-        with routed(model, choose), torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0]
-        return logits.log_softmax(-1), torch.stack(chosen, 1).numpy().astype(np.uint8)
-
-    def ask(prompt: list[int], extended: Turn | None = None) -> Turn:
-        sampled, first = draw.integers(0, support.VOCABULARY, 6).tolist(), len(extended.ids) - 1 if extended else 0
-        likely, chosen = compute([*prompt, *sampled])
-        values = [float(likely[len(prompt) + place - 1, token]) for place, token in enumerate(sampled)]
-        flat = SimpleNamespace(token_ids=sampled, logprobs=values)
-        output = SimpleNamespace(
-            token_ids=sampled, logprobs=flat, finish_reason="stop", routed_experts=chosen[first:-1]
-        )
-        answer = parse_generate_response(sample_answer(prompt, output, first))["choices"][0]
-        return Turn(
-            prompt, sampled, values, bytes(len(prompt)), experts=experts_of(answer["routed_experts"]), extended=extended
-        )
-
-    one = ask(draw.integers(0, support.VOCABULARY, 9).tolist())
-    two = ask([*one.ids, 5, 6], one)
-    turns = [one, two, ask([*two.ids, 7], two), ask([*one.ids, 8, 9, 10], one), ask([3, 4, 5])]
-    samples = [
-        replace(
-            support.make_sample(draw, f"{number}", len(tokens.input_ids), 1.0),
-            input_ids=list(tokens.input_ids),
-            loss_mask=[bool(on) for on in tokens.loss_mask],
-            logprobs=list(tokens.logprobs),
-            advantages=[0.0] * len(tokens.input_ids),
-            routed_experts=expert_rows(tokens.experts),
-        )
-        for number, tokens in enumerate(samples_of(turns))
-        if tokens.experts is not None
-    ]
-    assert len(samples) == 3
-    write_batch(tmp_path, 0, samples)
-    policy = make_policy(moe_model)
-    routers = set_up(policy.lm.model.layers, "m")
-    rows = open_batch(step_dir(tmp_path, 0)).rows(range(3))
-    batch = collate([document(row, routers=routers) for row in rows], 7, routers=routers)
-    sampler = batch.streams[1]
-    assert sampler.numel() == 5 * 6
-    torch.testing.assert_close(logprobs(policy, batch), sampler, atol=1e-5, rtol=0)
-    assert (logprobs(policy, replace(batch, experts=None)) - sampler).abs().mean() > 1e-2
 
 
 def test_a_run(

@@ -3,6 +3,7 @@
 import json
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from prime_rl.config import InferenceConfig, OrchestratorConfig, TrainerConfig
 from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.shared import CkptConfig, ModelConfig
 from prime_rl.errors import UserError
-from prime_rl.monitor.status import status_path
+from prime_rl.monitor.status import new_status, status_path, write_record
 from prime_rl.transport.settings import Party, check_and_commit, suggestions
 from support import partners
 from support.partners import belongs_to
@@ -24,13 +25,11 @@ def orchestrator(root: Path, **given: object) -> OrchestratorConfig:
 
 
 def write_status(root: Path, claim: dict[str, object], **fields: object) -> Path:
-    status = {
-        "process": "trainer", "pid": claim["pid"], "phase": "training", "step": 3, "since": 0.0,
-        "heartbeat": time.time(), "waiting": None, "outcome": None, "host": claim["host"], "started": claim["started"],
-    }  # fmt: skip
     path = status_path(root, "trainer")
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(status | fields))
+    write_record(
+        path, replace(new_status("trainer"), **{key: claim[key] for key in ("pid", "host", "started")}, **fields)
+    )
     return path
 
 
