@@ -72,8 +72,7 @@ def test_versions_are_what_the_ranks_trained(ranks: int, kind: str, tmp_path: Pa
     model = make_tiny_model(tmp_path / "model", experts=3)
     run = {"ranks": ranks, "kind": kind, "model": str(model), "root": str(tmp_path), "replicas": 1, "device": "cuda"}
     env = {"PYTHONPATH": f"{REPOSITORY / 'tests'}:{os.environ.get('PYTHONPATH', '')}", "NCCL_NVLS_ENABLE": "0"}
-    arguments = "ranks", json.dumps([run])
-    with Command("ranks", *arguments, log=tmp_path / "log", env=env, module="support.versions") as command:
+    with Command("ranks", json.dumps([run]), log=tmp_path / "log", env=env, module="support.versions") as command:
         command.succeed(SECONDS)
 
 

@@ -1,15 +1,12 @@
-"""Versions of the weights by each transport: of a run in this process, of trainers that are killed, of several ranks.
+"""Versions of the weights by each transport: of a run in this process, and of several ranks.
 
-As a program it forks trainers from a process that has imported everything, but has run no threads of torch:
-`python -m support.versions killed MODEL ROOT`, `python -m support.versions ranks JSON`.
+Also runs as a file, `support/versions.py RUNS`: for each run in RUNS (JSON, a list of the arguments of `rank`, and
+`ranks`) it forks that many ranks, which have run no threads of torch, one run after the other.
 """
 
 import json
-import os
-import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,18 +18,15 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from prime_rl import faults
 from prime_rl.config.trainer import TrainerModel, WeightsConfig
 from prime_rl.errors import UserError
-from prime_rl.faults import Fault
 from prime_rl.trainer import weight_copy
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.parallel import World, close_world, init_world, on_main
 from prime_rl.trainer.parameters import stored_tensors
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_publisher import WeightPublisher
-from prime_rl.transport.commit import list_steps, step_dir
-from prime_rl.transport.incarnations import read_versions
+from prime_rl.transport.commit import step_dir
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from support.forking import fork_ranks
 from support.publishing import received
@@ -92,13 +86,6 @@ class Run:
             incarnation.settle()
         return {version: weights_manifest(self.weights / f"step_{version}").hash for version in versions}
 
-    def check_whole(self) -> None:
-        """Everything that stands under a final name is what its manifest says."""
-        for version in read_versions(self.weights):
-            directory = self.weights / f"step_{version}"
-            if weights_manifest(directory).publisher is None:
-                verify_weights(directory)
-
 
 @contextmanager
 def open_run(transport: str, world: World, policy: Policy, model: Path, root: Path, /, **more: Any) -> Iterator[Run]:
@@ -112,69 +99,6 @@ def open_run(transport: str, world: World, policy: Policy, model: Path, root: Pa
     finally:
         for incarnation in run.incarnations:
             incarnation.close()
-
-
-# ---- trainers that are killed
-
-# Of publishing from memory; a trainer that writes files is killed everywhere by tests/faults.
-POINTS = (
-    *("rename:weights/step_3", "lasting:weights/step_2", "lasts:weights/step_2"),
-    "renamed:weights/step_4/manifest.json",
-)
-
-
-def whole_incarnation(run: Run) -> None:
-    """What trainers do: versions of both kinds, removing, an end."""
-    incarnation = run.incarnation()
-    run.train(incarnation, range(1, 5), durable=(2,))
-    incarnation.ensure(4, durable=True)
-    incarnation.finish()
-
-
-def go_on(run: Run) -> None:
-    """A further incarnation, which cleans up."""
-    run.check_whole()
-    newest = max(read_versions(run.weights))
-    run.train(run.incarnation(newest), range(newest + 1, newest + 3))
-    run.check_whole()
-    assert list_steps(run.weights)[-2:] == [newest + 1, newest + 2]
-    assert [path.name for path in run.weights.iterdir() if path.name.startswith(".")] == []
-
-
-def live(story: Callable[[Run], None], model: str, root: Path, fault: Fault | None) -> int:
-    """Exit status of a process that lives `story`: 0, or -9 where it was killed. A planned fault must have fired."""
-    root.mkdir(exist_ok=True)
-    plan = root / "plan.json"
-    plan.write_text(json.dumps([] if fault is None else [vars(fault)]))
-    child = os.fork()
-    if child == 0:
-        signal.alarm(SECONDS)
-        torch.set_num_threads(1)
-        weight_copy._LEAST_FILE_BYTES = 1  # several files
-        os.environ[faults.ENV] = str(plan)
-        faults.arm("trainer")
-        try:
-            world = init_world("cpu", 60)
-            policy = build_policy(find_model(model), TrainerModel(), world)
-            with open_run("memory", world, policy, Path(model), root) as run:
-                story(run)
-        except BaseException:  # noqa: BLE001 it ends here, whatever it is
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert len([*root.glob("plan.*.seen")]) == (fault is not None), f"a fault never fired; exit status {status}"
-    for path in root.glob("plan.*.seen"):
-        path.unlink()
-    return status
-
-
-def killed(model: str, root: str) -> None:
-    for number, point in enumerate(POINTS):
-        directory = Path(root) / str(number)
-        fault = Fault(point, "trainer", "kill")
-        assert live(whole_incarnation, model, directory, fault) == -signal.SIGKILL, point
-        assert live(go_on, model, directory, None) == 0, point
 
 
 # ---- several ranks
@@ -241,10 +165,6 @@ def check(directory: Path, right: dict[str, torch.Tensor]) -> None:
     assert_equal(tensors_of(directory) if manifest.publisher is None else received(manifest), right)
 
 
-def ranks(runs: str) -> None:
-    for each in json.loads(runs):
-        fork_ranks(each.pop("ranks"), rank, SECONDS, **each)
-
-
 if __name__ == "__main__":
-    {"killed": killed, "ranks": ranks}[sys.argv[1]](*sys.argv[2:])
+    for run in json.loads(sys.argv[1]):
+        fork_ranks(run.pop("ranks"), rank, SECONDS, **run)

@@ -132,6 +132,33 @@ def test_dies_and_recovers(point: str, save_async: bool, run: Run, undisturbed: 
     assert [path for path in tmp_path.rglob(".*") if ".tmp-" in path.name and path.suffix != ".json"] == []
 
 
+@pytest.mark.parametrize(
+    "point",
+    [
+        "rename:weights/step_3", "lasting:weights/step_2", "lasts:weights/step_2",
+        "renamed:weights/step_4/manifest.json",
+    ],
+)  # fmt: skip
+def test_dies_while_it_publishes_from_memory(point: str, run: Run, undisturbed: Path, tmp_path: Path) -> None:
+    """Contract: whenever a trainer dies, each version that stands is whole, and the next incarnation cleans up."""
+    memory, weights = {"keep": None, "transport": "memory", "host": "127.0.0.1"}, tmp_path / "weights"
+    with dying_at(point):
+        run(weights=memory)
+    for recovers in (False, True):
+        if recovers:
+            run(weights=memory, recover=True)
+        for version in (weights / f"step_{step}" for step in list_steps(weights)):
+            if weights_manifest(version).publisher is None:  # the others were in memory alone
+                verify_weights(version)
+    final, whole = (weights_manifest(root / "weights" / f"step_{STEPS}") for root in (tmp_path, undisturbed))
+    assert final.publisher is None
+    assert {name: entry.xxh3 for name, entry in final.tensors.items()} == {
+        name: entry.xxh3 for name, entry in whole.tensors.items()
+    }
+    assert list_steps(weights) == list(range(STEPS + 1))
+    assert [path.name for path in weights.iterdir() if path.name.startswith(".")] == []
+
+
 def damage(state: Path) -> None:
     """Cut off the end of what a rank saved."""
     file = next((state / "state").glob("rank_*.safetensors"))

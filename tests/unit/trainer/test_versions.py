@@ -1,4 +1,5 @@
-"""Versions of the weights: exactly what was trained, whole or absent, by every transport, whatever dies when."""
+"""Versions of the weights: exactly what was trained, whole or absent, by every transport. (Trainers that die:
+test_recovery.py.)"""
 
 import json
 import threading
@@ -61,13 +62,6 @@ def load(directory: Path) -> AutoModelForCausalLM:
 # ---- other processes
 
 
-def test_a_killed_trainer_leaves_what_is_whole(tied_model: Path, tmp_path: Path) -> None:
-    """Contract: whenever a trainer dies, each version that stands is whole, and the next incarnation cleans up."""
-    arguments, env = ("killed", tied_model, tmp_path), {"PYTHONPATH": str(REPOSITORY / "tests")}
-    with Command("killed", *arguments, log=tmp_path / "log", env=env, module="support.versions") as command:
-        command.succeed(SECONDS)
-
-
 def test_what_servers_get_is_what_the_ranks_trained(tmp_path: Path) -> None:
     """Contract: of three ranks (with three experts), and of two replicas of two ranks each, servers get bit for bit the
     rows of all; what must outlive the processes is written in full, the base as its files have it."""
@@ -77,9 +71,7 @@ def test_what_servers_get_is_what_the_ranks_trained(tmp_path: Path) -> None:
         for kind in ("filesystem", "memory")
         for n, replicas in ((3, 1), (4, 2))
     ]
-    with Command(
-        "ranks", "ranks", json.dumps(runs), log=tmp_path / "log", env=env, module="support.versions"
-    ) as command:
+    with Command("ranks", json.dumps(runs), log=tmp_path / "log", env=env, module="support.versions") as command:
         command.succeed(SECONDS)
 
 
