@@ -8,6 +8,7 @@ failed load.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from loguru import logger
 
@@ -53,6 +54,33 @@ def compare(server: Sequence[float], trainer: Sequence[float]) -> Difference:
     differences = [abs(one - other) for one, other in zip(server, trainer, strict=True)]
     return Difference(sum(differences) / len(differences), max(differences))
 
+
+# ---- the verdict of `rl parity`
+
+ENGINES, SERVED, TRAINED = "server - trainer", "server - transformers float32", "trainer - transformers float32"
+ROUNDED = "transformers rounded - float32"  # in the lower type of server and trainer: what rounding does to this model
+ROUNDING_FACTOR = 4.0  # two computations in a low type differ by little more than one of them differs from float32
+MOST_DROPPED = 0.01  # of the tokens: what the loss drops before anything is learned it drops at every step
+
+
+def judge(gaps: Any, dropped: float, loss: str, quantized: bool = False) -> tuple[Difference, list[str]]:
+    """Return the tolerance, and why RL is not sound. A quantized server is off by more than rounding."""
+    off = {name: Difference(each["mean"], each["largest"]) for name, each in gaps.items()}
+    least, most = ROUNDING_FACTOR * off[ROUNDED].mean, FACTOR * off[ROUNDED].largest
+    bound, reasons = Difference(max(LEAST_MEAN, least), max(LEAST_LARGEST, most)), list[str]()
+    bound = Difference(WORST_MEAN, float("inf")) if quantized else bound
+    if not off[ENGINES].within(bound):
+        who = "server" if off[SERVED].mean > off[TRAINED].mean else "trainer"
+        reasons.append(
+            f"server and trainer differ by {off[ENGINES]}; the tolerance is {bound}. From transformers' own forward "
+            f"the server is {off[SERVED].mean:.2g} nats off, the trainer {off[TRAINED].mean:.2g}: look at the {who}"
+        )
+    if not dropped <= MOST_DROPPED:
+        reasons.append(f"loss.type {loss} drops or clips {dropped:.2%} of the tokens before anything is learned")
+    return bound, reasons
+
+
+# ---- the check of a run
 
 OFF = "(logprob_check = false switches this off)"
 Score = tuple[Sequence[float], Sequence[float]]  # of one engine: the trainer's log-probabilities, the server's

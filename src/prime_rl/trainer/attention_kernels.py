@@ -24,7 +24,7 @@ from torch import Tensor
 
 from prime_rl.errors import UserError, one_line
 
-Grads = tuple[Tensor, Tensor, Tensor]
+Grads = tuple[Tensor, ...]  # dq, dk, dv, and whatever else a library returns
 Operator = Callable[..., tuple[Tensor, Tensor]]
 
 CUDNN_LSE_BYTES = 1 << 29  # what rounding may let the padded statistics of one cuDNN backward pass grow to
@@ -42,15 +42,10 @@ class Mask(NamedTuple):
 
 def packed_operator(
     name: str,
-    forward: Callable[[Tensor, Tensor, Tensor, Mask], tuple[Tensor, Tensor]],
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Mask], Grads],
+    forward: Callable[[Tensor, Tensor, Tensor, Mask], tuple[Tensor, ...]],  # out, lse, and whatever else
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Mask], Grads],  # of d_out, q, k, v, out, lse
 ) -> Operator:
-    """Make `prime_rl::name` out of two plain functions without autograd or tracing. Inputs have a dense last dimension.
-
-    Args:
-        forward: (q, k, v, mask) -> (out, lse)
-        backward: (d_out, q, k, v, out, lse, mask) -> (dq, dk, dv)
-    """
+    """Make `prime_rl::name` of two plain functions without autograd or tracing. Inputs have a dense last dimension."""
 
     def call(
         function: Any, inputs: list[Tensor], scale: float, window: int | None, softcap: float | None
@@ -62,7 +57,7 @@ def packed_operator(
         mask = Mask(cu_seqlens, limit, scale, window if window is not None and window < limit else None, softcap)
         try:
             results = function(*(x if x.stride(-1) == 1 else x.contiguous() for x in tensors), mask)
-            return [x.contiguous() for x in results]
+            return [x.contiguous() for x in results[: 2 if function is forward else 3]]
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # libraries have errors of their own, assertions among them
@@ -143,18 +138,16 @@ def _fa4_arguments(mask: Mask) -> dict[str, Any]:
     return {**_flash_arguments(mask), **window}
 
 
-def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, ...]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    out, lse, *_ = _flash_attn_fwd(q, k, v, **_fa4_arguments(mask), return_lse=True)
-    return out, lse
+    return _flash_attn_fwd(q, k, v, **_fa4_arguments(mask), return_lse=True)
 
 
 def _fa4_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, d_out, lse, **_fa4_arguments(mask))
-    return dq, dk, dv
+    return _flash_attn_bwd(q, k, v, out, d_out, lse, **_fa4_arguments(mask))
 
 
 # FlashAttention 3
@@ -164,9 +157,8 @@ def _fa3_arguments(mask: Mask) -> dict[str, Any]:
     return {**_flash_arguments(mask), "is_causal": mask.window is None, **_flash_window(mask)}
 
 
-def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **_fa3_arguments(mask), num_splits=1)
-    return out, lse
+def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, ...]:
+    return torch.ops.flash_attn_3.fwd(q, k, v, **_fa3_arguments(mask), num_splits=1)
 
 
 def _fa3_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
@@ -179,20 +171,19 @@ def _fa3_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 # compiler would specialise on; beneath it are these two, the same from torch 2.11 to 2.13. They take grouped heads.
 
 
-def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, ...]:
     boundaries = *[mask.cu_seqlens] * 2, *[mask.longest] * 2
     dropout, causal, debug_mask = 0.0, mask.window is None, False
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+    return torch.ops.aten._flash_attention_forward(
         q, k, v, *boundaries, dropout, causal, debug_mask, scale=mask.scale, **_flash_window(mask)
     )
-    return out, lse
 
 
 def _varlen_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
     boundaries = *[mask.cu_seqlens] * 2, *[mask.longest] * 2
     dropout, causal = 0.0, mask.window is None
     random_state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)
-    grads = torch.ops.aten._flash_attention_backward(
+    return torch.ops.aten._flash_attention_backward(
         d_out,
         *(q, k, v, out, lse),
         *boundaries,
@@ -200,7 +191,6 @@ def _varlen_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
         scale=mask.scale,
         **_flash_window(mask),
     )
-    return grads[0], grads[1], grads[2]
 
 
 # cuDNN makes a plan for every number of documents, longest length and, backward, number of tokens (to the next 64), and
@@ -248,8 +238,7 @@ def _cudnn_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     statistics = _by_document(lse, arguments["cu_seqlens_q"], arguments["max_seqlen_q"])
     # Of a q that is laid out by head, as the compiler may do, the front end silently makes a wrong dq (1.32, H200).
     tensors = *(x.contiguous() for x in (d_out, q, k, v, out)), statistics
-    dq, dk, dv = torch.ops.cudnn.sdpa_bwd(*tensors, mask.scale, **arguments)
-    return dq, dk, dv
+    return torch.ops.cudnn.sdpa_bwd(*tensors, mask.scale, **arguments)
 
 
 def _by_document(lse: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:

@@ -82,9 +82,7 @@ class Checkpoints:
         self.resumed: Path | None = None  # the state that this run resumes from
         self.base: str | None = None  # hash of the base model
         self.incarnation = 0
-        self._timeout = config.dist_timeout
         self._saving: Path | None = None  # the state that is being written in the background
-        self._closing = False
         self._recovery_due = False  # by the clock, after the present step
         # Of the last save: when it was, and the seconds that it took of the loop and of the thread.
         self._held_up = self._writing = 0.0
@@ -239,7 +237,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Let the thread finish its work, for at most `dist_timeout`, and log what failed."""
-        self._copy.closed = self._closing = True
+        self._copy.closed = True
         for failure in self._thread.close():
             logger.error("{}", failure)
 
@@ -346,10 +344,10 @@ class Checkpoints:
 
     def _await_dependencies(self, step: int, final: Path, dependencies_committed: Callable[[], bool]) -> None:
         wait(
-            lambda: self._closing or dependencies_committed(),
+            lambda: self._copy.closed or dependencies_committed(),
             subject=f"row and version of the state after {step} updates",
             owner="the training loop",
-            seconds=self._timeout,
+            seconds=self._thread.seconds,
             poll=LEAST_POLL_SECONDS,
         )
         if not dependencies_committed():

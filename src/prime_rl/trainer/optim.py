@@ -55,14 +55,8 @@ class Elements(NamedTuple):
         return local_part(self.parameter.grad).reshape(-1)[self.start : self.end]
 
 
-class Item(NamedTuple):
-    """Elements and their states, flat, on the device. What is written into them is kept."""
-
-    elements: Elements
-    states: list[Tensor]
-
-
-Chunk = list[Item]
+# Elements and their states, flat, on the device: what is written into them is kept.
+Chunk = list[tuple[Elements, list[Tensor]]]
 
 
 def in_chunks(parameters: Sequence[nn.Parameter], size: int) -> list[list[Elements]]:
@@ -162,10 +156,10 @@ class ParameterGroup:
 
     def _items(self, chunk: list[Elements], states: list[Tensor]) -> Chunk:
         """A chunk's parameters, each with its own part of the chunk's `states`."""
-        items, begin = [], self._offsets[chunk[0].parameter] + chunk[0].start
+        items, begin = Chunk(), self._offsets[chunk[0].parameter] + chunk[0].start
         for elements in chunk:
             start, end = (self._offsets[elements.parameter] + edge - begin for edge in (elements.start, elements.end))
-            items.append(Item(elements, [state[start:end] for state in states]))
+            items.append((elements, [state[start:end] for state in states]))
         return items
 
     def _kept(self, chunk: list[Elements]) -> list[Tensor]:
@@ -230,33 +224,29 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> ShardedOptimizer:
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     settings = {"lr": config.lr, "weight_decay": config.weight_decay}
     groups = []
-    betas = (config.betas1, config.betas2) if config.type == "adamw" else (0.9, 0.95)
+    beta1, beta2 = (config.betas1, config.betas2) if config.type == "adamw" else (0.9, 0.95)
     if config.type == "muon":
         hidden = [(name, parameter) for name, parameter in named if is_hidden_matrix(name, parameter)]
         groups.append(muon_group(hidden, {**settings, "momentum": config.momentum}, config.offload))
         named = [(name, parameter) for name, parameter in named if not is_hidden_matrix(name, parameter)]
-    others = {**settings, "betas": betas, "eps": 1e-8}
-    means = "exp_avg", "exp_avg_sq"
-    groups.append(ParameterGroup([p for _, p in named], others, means, adamw, host=config.offload))
+    others = {**settings, "beta1": beta1, "beta2": beta2, "eps": 1e-8}
+    names = "exp_avg", "exp_avg_sq"
+    groups.append(ParameterGroup([p for _, p in named], others, names, adamw, host=config.offload))
     return ShardedOptimizer(groups)
 
 
 def adamw(settings: Settings, chunks: Iterable[Chunk], steps: Steps) -> None:
     """AdamW (Loshchilov and Hutter 2019) on the states exp_avg and exp_avg_sq, by PyTorch's fused kernel."""
-    beta1, beta2 = settings["betas"]
-    for items in chunks:
+    numbers = {name: settings[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
+    for chunk in chunks:
         torch._fused_adamw_(
-            [item.elements.value() for item in items],
-            [item.elements.grad() for item in items],
-            [item.states[0] for item in items],
-            [item.states[1] for item in items],
+            [elements.value() for elements, _ in chunk],
+            [elements.grad() for elements, _ in chunk],
+            [mean for _, (mean, _) in chunk],
+            [square for _, (_, square) in chunk],
             [],
-            [steps[item.elements.parameter] for item in items],
-            lr=settings["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=settings["weight_decay"],
-            eps=settings["eps"],
+            [steps[elements.parameter] for elements, _ in chunk],
+            **numbers,
             amsgrad=False,
             maximize=False,
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import World, agree, sum_over_ranks
 from prime_rl.trainer.router_replay import Chosen, Routers, lay_out
-from prime_rl.wait import TaskThread
+from prime_rl.wait import LEAST_POLL_SECONDS, TaskThread
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -208,7 +208,6 @@ class StepData:
         return sum(self.lengths)
 
 
-_POLL_SECONDS = 0.05
 # Called again and again while a source waits, with what it waits for, who owes it, and the time limit in seconds.
 OnWait = Callable[[str, str, float], None]
 
@@ -289,6 +288,6 @@ class StepSource:
 
     def _work(self, step: int) -> StepData | None:
         while not self.exists(step):
-            if self._requested.wait(_POLL_SECONDS):  # bounded: `read` or `close` requests it
+            if self._requested.wait(LEAST_POLL_SECONDS):  # bounded: `read` or `close` requests it
                 break
         return None if self._closed else self.prepare(step)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from prime_rl.config import InferenceConfig
 from prime_rl.config.rl import ParityConfig
 from prime_rl.errors import say
-from prime_rl.fleet.logprob_check import FACTOR, LEAST_LARGEST, LEAST_MEAN, WORST_MEAN, Difference
+from prime_rl.fleet.logprob_check import ENGINES, ROUNDED, ROUNDING_FACTOR, SERVED, TRAINED, judge
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, describe, make_loss, mismatch_kl
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.packing import Document, MicroBatch, collate, pads_to, to_device
@@ -23,11 +23,7 @@ from prime_rl.trainer.router_replay import chosen_experts, set_up
 from prime_rl.trainer.source import locate_model
 from prime_rl.trainer.weight_publisher import export_dtype
 
-ENGINES, SERVED, TRAINED = "server - trainer", "server - transformers float32", "trainer - transformers float32"
 OWN_CHOICE = "server - trainer, no replay"  # with router replay: what it is for
-ROUNDED = "transformers rounded - float32"  # in the lower type of server and trainer: what rounding does to this model
-ROUNDING_FACTOR = 4.0  # two computations in a low type differ by little more than one of them differs from float32
-MOST_DROPPED = 0.01  # of the tokens: what the loss drops before anything is learned it drops at every step
 LEAST_LAYER = 1e-4  # of a layer's output; in float32 on both sides the difference is 1e-6
 
 
@@ -36,23 +32,6 @@ def gap(first: Tensor, second: Tensor) -> dict[str, float]:
     ratio = second - first
     values = ratio.abs().mean(), ratio.abs().quantile(0.99), ratio.abs().max(), -ratio.mean(), mismatch_kl(ratio).mean()
     return dict(zip(("mean", "p99", "largest", "k1", "k3"), map(float, values), strict=True))
-
-
-def judge(gaps: Any, dropped: float, loss: str, quantized: bool = False) -> tuple[Difference, list[str]]:
-    """Return the tolerance, and why RL is not sound. A quantized server is off by more than rounding."""
-    off = {name: Difference(each["mean"], each["largest"]) for name, each in gaps.items()}
-    least, most = ROUNDING_FACTOR * off[ROUNDED].mean, FACTOR * off[ROUNDED].largest
-    bound, reasons = Difference(max(LEAST_MEAN, least), max(LEAST_LARGEST, most)), list[str]()
-    bound = Difference(WORST_MEAN, float("inf")) if quantized else bound
-    if not off[ENGINES].within(bound):
-        who = "server" if off[SERVED].mean > off[TRAINED].mean else "trainer"
-        reasons.append(
-            f"server and trainer differ by {off[ENGINES]}; the tolerance is {bound}. From transformers' own forward "
-            f"the server is {off[SERVED].mean:.2g} nats off, the trainer {off[TRAINED].mean:.2g}: look at the {who}"
-        )
-    if not dropped <= MOST_DROPPED:
-        reasons.append(f"loss.type {loss} drops or clips {dropped:.2%} of the tokens before anything is learned")
-    return bound, reasons
 
 
 @torch.no_grad()

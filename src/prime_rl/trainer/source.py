@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loguru import logger
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError, user_errors
@@ -27,18 +20,13 @@ _SHAPE = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("intermediate_size", "tie_word_embeddings"),
 )
-_QWEN3_30B_EXPERTS = {
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-}
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 _KNOWN: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "Qwen/Qwen3-0.6B": ((1024, 28, 16, 8, 3072, True), {}),
     "Qwen/Qwen3-1.7B": ((2048, 28, 16, 8, 6144, True), {}),
     "Qwen/Qwen3-4B": ((2560, 36, 32, 8, 9728, True), {}),
     "Qwen/Qwen3-8B": ((4096, 36, 32, 8, 12288, False), {}),
-    "Qwen/Qwen3-30B-A3B": ((2048, 48, 32, 4, 6144, False), _QWEN3_30B_EXPERTS),
+    "Qwen/Qwen3-30B-A3B": ((2048, 48, 32, 4, 6144, False), _EXPERTS),
 }
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 
@@ -92,8 +80,8 @@ def _known_config(name: str) -> PretrainedConfig:
         known = ", ".join(_KNOWN)
         raise UserError(f"fake data needs the shape of {name}: give a local model directory, or one of {known}")
     values, experts = _KNOWN[name]
-    kind: Any = Qwen3MoeConfig if experts else Qwen3Config
-    shape: PretrainedConfig = kind(
+    return AutoConfig.for_model(
+        "qwen3_moe" if experts else "qwen3",
         vocab_size=151_936,
         head_dim=128,
         max_position_embeddings=131_072,
@@ -102,7 +90,6 @@ def _known_config(name: str) -> PretrainedConfig:
         **dict(zip(_SHAPE, values, strict=True)),
         **experts,
     )
-    return shape
 
 
 def _download(name: str) -> Path:

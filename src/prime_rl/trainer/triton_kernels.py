@@ -186,24 +186,23 @@ def _collect(
 
 def spread(rows_TH: Tensor, place_TK: Tensor) -> Tensor:
     """Each token's row at its K places: [S, H]."""
-    out_SH = rows_TH.new_empty(place_TK.numel(), rows_TH.shape[1])
-    _launch(_spread, rows_TH, place_TK, out_SH)
-    return out_SH
+    return _launch(_spread, rows_TH, place_TK, place_TK.numel())
 
 
 def collect(rows_SH: Tensor, place_TK: Tensor) -> Tensor:
     """The sum of the rows at each token's K places: [T, H], added in float32 in the order of K, and rounded once."""
-    out_TH = rows_SH.new_empty(place_TK.shape[0], rows_SH.shape[1])
-    _launch(_collect, rows_SH, place_TK, out_TH)
-    return out_TH
+    return _launch(_collect, rows_SH, place_TK, len(place_TK))
 
 
-def _launch(kernel: triton.JITFunction, rows: Tensor, place_TK: Tensor, out: Tensor) -> None:
+def _launch(kernel: triton.JITFunction, rows: Tensor, place_TK: Tensor, count: int) -> Tensor:
+    """Return the `count` rows that a kernel makes of `rows`."""
     assert rows.is_contiguous()
     assert place_TK.is_contiguous()
     (tokens, k), width = place_TK.shape, rows.shape[1]
+    out = rows.new_empty(count, width)
     with torch.cuda.device(rows.device):
         kernel[tokens, triton.cdiv(width, COLUMNS)](rows, place_TK, out, width, k, COLUMNS)
+    return out
 
 
 STEPS, UNROLL, CHANNELS, CHANNEL_WARPS = 64, 8, 128, 1  # a program's tile, tokens × channels; fastest on an H200

@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from prime_rl.config.trainer import DefaultLoss, GRPOLoss, GSPOLoss, LossConfig
-from prime_rl.fleet.logprob_check import FACTOR, LEAST_LARGEST, LEAST_MEAN, Difference
-from prime_rl.trainer.packing import collate
-from prime_rl.trainer.parity_scorer import (
+from prime_rl.fleet.logprob_check import (
     ENGINES,
+    FACTOR,
+    LEAST_LARGEST,
+    LEAST_MEAN,
     ROUNDED,
     ROUNDING_FACTOR,
     SERVED,
-    STREAMS,
     TRAINED,
-    _document,
-    dropped_share,
-    gap,
+    Difference,
     judge,
 )
+from prime_rl.trainer.packing import collate
+from prime_rl.trainer.parity_scorer import STREAMS, _document, dropped_share, gap
 
 
 def apart(nats: float) -> dict[str, float]:

@@ -18,10 +18,9 @@ from prime_rl.trainer.router_replay import Routers, chosen_experts
 from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import list_steps, step_dir, subject_of
 from prime_rl.transport.rollouts import Sample, open_batch
-from prime_rl.wait import WaitTimeout
+from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout
 
 _SCALES = slice(STREAMS.index("rl_scale"), len(STREAMS))
-_LOOK_SECONDS = 0.05  # between two looks at the directory
 
 
 class PolicyData(StepSource):
@@ -63,7 +62,7 @@ class RolloutData(PolicyData):
                 return not asked
             if expired:
                 raise WaitTimeout(subject, "orchestrator", timeout)
-            time.sleep(_LOOK_SECONDS)  # bounded: a moment
+            time.sleep(LEAST_POLL_SECONDS)  # bounded: a moment
 
     def prepare(self, step: int) -> StepData:
         batch = open_batch(step_dir(self.root, step), check_bytes=self.world.is_main)
@@ -94,20 +93,17 @@ class FakeSamples(PolicyData):
         super().__init__(config, world, source)
 
     def prepare(self, step: int) -> StepData:
-        lengths, seq_len = self._lengths(step), self.config.seq_len
-        if self.fake.lengths == "fixed":
-            seq_len = min(seq_len, self.fake.micro_batch_size * lengths[0])
+        fake, seq_len = self.fake, self.config.seq_len
+        if fake.lengths == "fixed":
+            lengths = [fake.seq_len or max(2, seq_len // fake.micro_batch_size)] * fake.batch_size
+            seq_len = min(seq_len, fake.micro_batch_size * lengths[0])
+        else:
+            longest = min(fake.seq_len or LONGEST, seq_len)
+            lengths = rollout_lengths(np.random.default_rng([self.config.seed, step]), fake.batch_size, longest)
         mine, batches = self.pack(
             lengths, seq_len, len(STREAMS), lambda wanted: (self._document(step, i, lengths[i]) for i in wanted)
         )
         return grouped(StepData(batches, lengths, len(lengths)), range(len(lengths)), mine)
-
-    def _lengths(self, step: int) -> list[int]:
-        fake, seq_len = self.fake, self.config.seq_len
-        if fake.lengths == "fixed":
-            return [fake.seq_len or max(2, seq_len // fake.micro_batch_size)] * fake.batch_size
-        longest = min(fake.seq_len or LONGEST, seq_len)
-        return rollout_lengths(np.random.default_rng([self.config.seed, step]), fake.batch_size, longest)
 
     def _document(self, step: int, index: int, tokens: int) -> Document:
         """Every token but the first is trained; its sampler was a uniform model with a little noise."""
