@@ -10,8 +10,7 @@ Levels of checkpointing, from the fastest to the leanest, each keeping less than
 
 Offload runs on one side stream beside the computation. After the forward of a block that offloads, its kept tensors are
 copied to pinned host memory; when `LAG` more blocks have run, the copies on the device are released. In backward they
-come back while the blocks after it still compute. On CPU the copies are made at once: the same bookkeeping, nothing to
-overlap.
+come back while the blocks after it still compute. On CPU the copies are made at once.
 """
 
 import logging
@@ -81,10 +80,8 @@ class _Block:
 
 
 class HostPool:
-    """The host memory that the blocks of one policy offload to.
-
-    It lies in equal chunks that go round from block to block and step to step; `chunks` counts those ever allocated.
-    """
+    """The host memory that the blocks of one policy offload to, in equal chunks that go round from block to block and
+    step to step; `chunks` counts those ever allocated."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -28,10 +28,8 @@ _SURE_HEAD_DIM = {"flash_attention_4": 128, "flash_attention_3": 256, "cudnn": 1
 
 
 def set_up(wanted: Attention, needs: Needs, dtype: torch.dtype, world: World) -> set[Any]:
-    """Choose a backend, the same on every rank, say which, and make it the attention of every model that uses `NAME`.
-
-    Returns what `register` does. Raises UserError, which says why, if the wanted backend cannot run in `dtype` here.
-    """
+    """Choose a backend, the same on every rank, say which, and `register` it. Raises UserError, which says why, if the
+    wanted backend cannot run in `dtype` here."""
     capability = capability_of(world.device)
     backend, line = on_main(world, lambda: choose(wanted, capability, dtype, needs))
     agree(world, lambda: choose(backend, capability, dtype, needs))
@@ -46,11 +44,9 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 
 
 def choose(wanted: str, capability: tuple[int, int] | None, dtype: torch.dtype, needs: Needs) -> tuple[str, str]:
-    """The backend that `wanted` means here: `auto` is the fastest that is installed and does what is needed.
-
-    Returns the backend, and a line that names it and says why each faster one was passed over. Raises UserError if the
-    named backend cannot run; it says what to install or use.
-    """
+    """Return the backend that `wanted` means here (`auto`: the fastest that is installed and does what is needed), and
+    a line that names it and says why each faster one was passed over. Raises UserError if the named backend cannot run;
+    it says what to install or use."""
     if wanted != "auto":
         if (reason := why_not(wanted, capability, dtype, needs)) is not None:
             raise UserError(f"model.attention {wanted} {reason}; `auto` takes the fastest that runs here")
@@ -97,10 +93,8 @@ def boundaries(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Tensor]:
 
 
 def register(backend: str) -> set[Any]:
-    """Make `backend`, whose library is loaded, the attention of every model that uses `NAME`.
-
-    Returns the operators whose output selective checkpointing keeps, so that backward computes no attention again.
-    """
+    """Make `backend`, whose library is loaded, the attention of every model that uses `NAME`. Returns the operators
+    whose output selective checkpointing keeps, so that backward computes no attention again."""
     operator = KERNELS.get(backend, EXPLICIT)
 
     def packed(

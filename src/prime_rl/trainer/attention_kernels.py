@@ -150,9 +150,6 @@ def _fa4_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     return _flash_attn_bwd(q, k, v, out, d_out, lse, **_fa4_arguments(mask))
 
 
-# FlashAttention 3
-
-
 def _fa3_arguments(mask: Mask) -> dict[str, Any]:
     return {**_flash_arguments(mask), "is_causal": mask.window is None, **_flash_window(mask)}
 

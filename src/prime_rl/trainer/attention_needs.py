@@ -29,8 +29,6 @@ _POINTWISE = {"mlp", "moe"}  # transformers' names for layers that mix no tokens
 
 
 class Needs(NamedTuple):
-    """What the backend must support."""
-
     head_dim: int  # the larger one of keys and values
     softcap: bool = False
     sinks: bool = False
@@ -49,11 +47,8 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, lambda **asked: _Mask(asked["mask_f
 def examine(lm: PreTrainedModel, name: str, tokens: int | None = None, mixers: Collection[nn.Module] = ()) -> Needs:
     """Return what attention `lm`, on the meta device, needs.
 
-    Args:
-        tokens: Maximum per micro-batch.
-        mixers: Modules that mix tokens in other ways and keep documents apart themselves.
-
-    Raises UserError if we cannot compute the attention, or a document would depend on others in its row.
+    `tokens`: maximum per micro-batch; `mixers`: modules that mix tokens in other ways and keep documents apart
+    themselves. Raises UserError if we cannot compute the attention, or a document would depend on others in its row.
     """
     calls, apart = list[Needs](), {part for module in mixers for part in module.modules()}
 

@@ -61,13 +61,10 @@ class Checkpoints:
 
     The order: `choose`, `check_model`, `load`, `begin`; in each step `poll`, `before_update`, and `save` where it is
     `due`; `finish`; `close` in any case. One save at most is under way; the next call raises what failed in the
-    background, on every rank.
-
-    Args:
-        config: With `recover` the run resumes from its last committed state, if it has begun. Recovery checkpoints are
-            always written in the background; `recovery_interval` "auto": as `recovery_pause` says, and never while one
-            is being written.
-        alone: Whether no other process takes part in the checkpoints, so that this one joins them.
+    background, on every rank. With `recover` the run resumes from its last committed state, if it has begun. Recovery
+    checkpoints are always written in the background; with `recovery_interval` "auto" as `recovery_pause` says, and
+    never while one is being written. `alone`: whether no other process takes part in the checkpoints, so that this one
+    joins them.
     """
 
     def __init__(self, config: TrainingConfig, world: World, *, alone: Callable[[], bool]) -> None:
@@ -95,19 +92,16 @@ class Checkpoints:
         """Decide what to resume from, before anything is loaded or written. Rank 0 hashes it, within `dist_timeout`.
 
         Returns whether a run that is to be recovered, and whose last status was `finished` (`marked_finished`), has
-        nothing left to do: its last state and version are committed.
-        Raises UserError: there is no such checkpoint, it is damaged or of a newer format; an earlier run or something
-        foreign is in the way.
+        nothing left to do: its last state and version are committed. Raises UserError: there is no such checkpoint, it
+        is damaged or of a newer format; an earlier run or something foreign is in the way.
         """
         resumed, is_finished = on_main(self.world, lambda: self._choose(marked_finished))
         self.resumed = None if resumed is None else Path(resumed)
         return is_finished
 
     def check_model(self, source: Source) -> None:
-        """Raise UserError unless the base model is the one that the run, and the state it resumes from, began with.
-
-        It is hashed only where there is something to compare it with.
-        """
+        """Raise UserError unless the base model is the one that the run, and the state it resumes from, began with. It
+        is hashed only where there is something to compare it with."""
 
         def check() -> None:
             run = step_dir(self.weights, 0)
@@ -126,10 +120,8 @@ class Checkpoints:
         on_main(self.world, check)
 
     def load(self, policy: Policy, optimizer: ShardedOptimizer) -> Progress:
-        """Put the chosen state, which is verified, into model and optimizer; they are what is saved from now on.
-
-        Raises UserError if the state is damaged, or belongs to another model.
-        """
+        """Put the chosen state, which is verified, into model and optimizer; they are what is saved from now on. Raises
+        UserError if the state is damaged, or belongs to another model."""
         self.policy, self.optimizer = policy, optimizer
         if self.resumed is None:
             return Progress()
@@ -174,11 +166,9 @@ class Checkpoints:
     def save(
         self, progress: Progress, kind: Kind = "checkpoint", dependencies_committed: Callable[[], bool] = lambda: True
     ) -> None:
-        """Commit the training state, once what must not be behind it (its row, its version) is committed.
-
-        In the background: return once a copy of it is begun; the thread waits for `dependencies_committed`.
-        Raises UserError if the disk is full, or an earlier save failed; no final name holds anything half-written.
-        """
+        """Commit the training state, once what must not be behind it (its row, its version) is committed. In the
+        background: return once a copy of it is begun; the thread waits for `dependencies_committed`. Raises UserError
+        if the disk is full, or an earlier save failed; no final name holds anything half-written."""
         began = time.monotonic()
         self.settle()
         final = self._final(progress.step, kind)
@@ -198,9 +188,8 @@ class Checkpoints:
 
     def poll(self, step: int) -> None:
         """Take the result of a finished save and schedule recovery checkpoints. Called at the start of step `step`.
-
-        Raises what a save failed with, on every rank in the same step. The ranks agree on everything here, in one sum.
-        """
+        Raises what a save failed with, on every rank in the same step: the ranks agree on everything here, in one
+        sum."""
         by_clock = self.recovery_interval == "auto"
         if not self._thread.tasks and not by_clock:
             return
@@ -224,10 +213,8 @@ class Checkpoints:
             self._saving = None  # not before: until it is committed, `needed` names it
 
     def finish(self, progress: Progress, stopped: bool = False) -> None:
-        """At the end of a run: save the last state, with nothing left under way.
-
-        It is a checkpoint; without `ckpt` a run that was `stopped` saves a recovery checkpoint, to go on from here.
-        """
+        """At the end of a run, save the last state, with nothing left under way: as a checkpoint; without `ckpt` a run
+        that was `stopped` saves a recovery checkpoint, to go on from here."""
         self.settle()
         final = self._final(progress.step, "recovery checkpoint" if self.config is None else "checkpoint")
         is_saved = on_main(self.world, lambda: checkpoints.is_committed(final))

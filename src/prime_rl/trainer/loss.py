@@ -6,8 +6,7 @@ of the streams tensor of RL batches. The `*_scale` rows already hold weight / (t
 step, over all ranks), so that summing is averaging: no rank and no micro-batch needs to know about the others.
 
 Metrics are sums over tokens, and few maxima, so `lm_head.merge_sums` puts chunks, micro-batches and ranks together, and
-only one vector [M] travels. A log ratio or an entropy beyond 22 counts as 22, so that one ratio that overflows does not
-make the sums infinite.
+only one vector [M] travels. A log ratio or an entropy beyond 22 counts as 22: one that overflows must not spoil sums.
 """
 
 import inspect
@@ -43,11 +42,7 @@ def mismatch_kl(log_ratio: Tensor) -> Tensor:
 
 def token_sums(logprob: Tensor, entropy: Tensor, old: Tensor, mask: Tensor, acting: Tensor, dropped: Tensor) -> Tensor:
     """The number of tokens and the sums of values over each of the groups, flat; the counts; the largest of each value.
-
-    Args:
-        acting: What the policy loss acts on [N] bool; of these, tokens of `mask` count.
-        dropped: What it takes no gradient from [N] bool, on whatever tokens.
-    """
+    Of what the policy loss is `acting` on, tokens of `mask` count; `dropped` is what it takes no gradient from."""
     entropy, log_ratio = _clamped(entropy), _clamped(logprob - old)
     mask = mask.to(log_ratio.dtype)
     kept, dropped = acting * ~dropped * mask, acting * dropped * mask
@@ -68,10 +63,8 @@ def _clamped(values: Tensor) -> Tensor:
 
 
 def describe(sums: Sequence[float]) -> dict[str, float]:
-    """Name the metrics of an RL step from its sums over all ranks: its loss, those of components, `token_sums`.
-
-    A mean over no tokens is left out.
-    """
+    """Name the metrics of an RL step from its sums over all ranks: its loss, those of components, `token_sums`. A mean
+    over no tokens is left out."""
     groups = (f"{value}/{group}" for group in _GROUPS for value in ("tokens", *_VALUES))
     largest = (f"{value}/largest" for value in _VALUES)
     total = dict(zip(("loss", *_COMPONENTS, *groups, *_COUNTS, *largest), sums, strict=True))
@@ -117,9 +110,7 @@ class SequenceLoss:
 
 def make_loss(config: LossConfig) -> TokenLoss | SequenceLoss:
     """The RL loss of `config`: its policy loss, plus cross-entropy and reference-KL terms where their streams say so.
-
-    Raises UserError if a custom loss cannot be imported, does not take its arguments, or gives no loss of tokens.
-    """
+    Raises UserError if a custom loss cannot be imported, does not take its arguments, or gives no loss of tokens."""
     policy_loss: Callable[..., tuple[Tensor, Tensor]]
     if config.type == "custom":
         function = load_function(config.path, config.args, positional=3, key="loss.path", offered=("sequences",))
@@ -160,9 +151,7 @@ def _custom(
     function: Callable[..., Any], path: str, args: dict[str, Any], *tensors: Tensor, **more: Any
 ) -> tuple[Tensor, Tensor]:
     """The user's loss of each token, and which tokens it dropped, if it says so. Raises UserError for anything else.
-
-    Only what the host knows is checked: this neither waits for a device nor keeps the loss from being compiled.
-    """
+    Only what the host knows is checked: this neither waits for a device nor keeps the loss from being compiled."""
     result, shape = function(*tensors, **more, **args), tensors[0].shape
     none_dropped = torch.zeros_like(tensors[0], dtype=torch.bool)
     loss, dropped = result if isinstance(result, tuple) and len(result) == 2 else (result, none_dropped)
@@ -234,10 +223,8 @@ def ref_kl(logprob: Tensor, old: Tensor, reference: Tensor) -> Tensor:
 
 
 def cross_entropy(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:
-    """The token loss of supervised training.
-
-    streams [1, N]: weight / (loss tokens of the whole step). sums: loss, entropy (both weighted), no maxima.
-    """
+    """The token loss of supervised training. streams [1, N]: weight / (loss tokens of the whole step). sums: loss,
+    entropy (both weighted), no maxima."""
     loss = -(logprob * streams[0]).sum()
     sums = torch.stack([loss.detach(), (entropy * streams[0]).sum().detach()])
     return loss, torch.cat([sums, sums.new_zeros(MAXIMA)])

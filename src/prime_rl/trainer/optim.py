@@ -39,18 +39,16 @@ Steps = Mapping[nn.Parameter, Tensor]
 
 
 class Elements(NamedTuple):
-    """Elements [start, end) of this rank's part of a parameter, counted row by row."""
+    """Elements [start, end) of this rank's part of a parameter or its gradient, counted row by row: views, flat."""
 
     parameter: nn.Parameter
     start: int
     end: int
 
     def value(self) -> Tensor:
-        """A view of the parameter, [end - start]."""
         return local_part(self.parameter).view(-1)[self.start : self.end]
 
     def grad(self) -> Tensor:
-        """Of its gradient, [end - start]."""
         assert self.parameter.grad is not None, "every parameter has a gradient"
         return local_part(self.parameter.grad).reshape(-1)[self.start : self.end]
 
@@ -79,14 +77,10 @@ def in_chunks(parameters: Sequence[nn.Parameter], size: int) -> list[list[Elemen
 class ParameterGroup:
     """Parameters on one device that one rule updates, and their float32 states `names`, zero at first.
 
-    Args:
-        settings: The rule's numbers, `lr` among them.
-        rule: Updates chunks in place, given the updates counted for each parameter (this one included) as [] on its
-            device.
-        chunks: What is updated together, in the order of `parameters` (None: elements may be updated one by one).
-        host: The states lie in pinned host memory, and are on the device only while they are updated.
-
-    Raises UserError if there is not as much host memory.
+    `settings` are the numbers of the rule, which updates chunks in place, given the updates counted for each parameter
+    (this one included) as [] on its device. `chunks`: what is updated together, in the order of `parameters` (None:
+    elements may be updated one by one). With `host` the states lie in pinned host memory, and are on the device only
+    while they are updated. Raises UserError if there is not as much.
     """
 
     def __init__(
@@ -217,10 +211,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> ShardedOptimizer:
-    """Build the optimizer of a model's float32 masters. Raises UserError if the host has not enough memory.
-
-    They must be float32: at reinforcement-learning rates (1e-6) over 95 % of bfloat16 weights would not move at all.
-    """
+    """Build the optimizer of a model's masters, which must be float32: at reinforcement-learning rates (1e-6) over 95 %
+    of bfloat16 weights would not move at all. Raises UserError if the host has not enough memory."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     settings = {"lr": config.lr, "weight_decay": config.weight_decay}
     groups = []
@@ -399,8 +391,8 @@ def learning_rate(config: SchedulerConfig, lr: float, step: int, max_steps: int 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     """Scale all gradients so that their joint 2-norm is at most `max_norm`; return the norm before, [] on the device.
 
-    Reads nothing back. Works on what each rank holds: operators on sharded tensors cost the host more, one by one, than
-    all of this costs the device.
+    Reads nothing back. Works on what each rank holds: one operator after the other on sharded tensors would cost the
+    host more than all of this costs the device.
     """
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]

@@ -28,10 +28,8 @@ LONGEST = 4096  # tokens of a made-up rollout, unless told otherwise
 
 @dataclass(frozen=True)
 class Document:
-    """T tokens that attend to each other only; `streams` [K, T] are inputs of the token loss.
-
-    Token t contributes to the loss when `loss_mask[t]`, except the first, which is predicted from nothing.
-    """
+    """T tokens that attend to each other only; `streams` [K, T] are inputs of the token loss. Token t contributes to
+    the loss when `loss_mask[t]`, except the first, which is predicted from nothing."""
 
     input_ids: Ints
     loss_mask: npt.NDArray[np.bool_]
@@ -43,9 +41,7 @@ class Document:
 @dataclass(frozen=True)
 class MicroBatch:
     """T packed tokens of D documents (padding is one, too), L loss tokens, K streams; on the host or on a device.
-
-    `loss_index` are the positions whose hidden state predicts a loss token, `labels` those tokens.
-    """
+    `loss_index` are the positions whose hidden state predicts a loss token, `labels` those tokens."""
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, restarting in every document
@@ -64,7 +60,6 @@ class MicroBatch:
         return torch.searchsorted(self.cu_seqlens.long(), self.loss_index, right=True) - 1, len(self.cu_seqlens) - 1
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same micro-batch of changed tensors."""
         changed: dict[str, Any] = {name: change(part) for name, part in vars(self).items() if isinstance(part, Tensor)}
         return replace(self, **changed)
 
@@ -82,13 +77,12 @@ class Costs:
 
 
 def plan(lengths: Sequence[int] | Ints, seq_len: int, ranks: int, costs: Costs | None = None) -> list[list[list[int]]]:
-    """Assign every sample to one micro-batch of one rank.
+    """Assign every sample to one micro-batch of one rank: plan[rank][micro_step] = ascending indices into `lengths`, of
+    at most `seq_len` tokens together; as many micro-steps on every rank, some possibly empty.
 
     Ranks work in lockstep, so the micro-batches of one micro-step must cost the same. Samples go longest first into the
-    cheapest bin with room; bins are sorted by cost and dealt in runs of `ranks`.
-
-    Returns plan[rank][micro_step] = ascending indices into `lengths`, of at most `seq_len` tokens together; as many
-    micro-steps on every rank, some possibly empty. Raises UserError if a sample is longer than `seq_len`.
+    cheapest bin with room; bins are sorted by cost and dealt in runs of `ranks`. Raises UserError if a sample is longer
+    than `seq_len`.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if sizes.size and sizes.max() > seq_len:
@@ -128,15 +122,10 @@ def _fill(sizes: Ints, prices: npt.NDArray[np.float64], count: int, seq_len: int
 def collate(
     documents: Sequence[Document], streams: int, multiple_of: int = 1, routers: Routers | None = None
 ) -> MicroBatch:
-    """Lay documents one after the other.
-
-    No documents give a micro-batch of padding without loss tokens: a rank without work still joins every collective.
-
-    Args:
-        streams: K, which an empty sequence cannot tell.
-        multiple_of: T is padded to a multiple of this (at least 2) by one more document without loss tokens.
-        routers: Of the model, if it replays the engine's choice of experts.
-    """
+    """Lay documents one after the other. T is padded to a multiple of `multiple_of` (at least 2) by one more document
+    without loss tokens. No documents give a micro-batch of padding: a rank without work still joins every collective.
+    `streams` is K, which an empty sequence cannot tell; `routers` are those of a model that replays the choice of
+    experts."""
     total = sum(len(document.input_ids) for document in documents)
     padding = max(-total % multiple_of, 2 if total < 2 else 0)
     padding += -(total + padding) % multiple_of
@@ -213,11 +202,8 @@ OnWait = Callable[[str, str, float], None]
 
 
 class StepSource:
-    """Gives step after step: a thread prepares one step ahead of the last one read, and asks no other rank.
-
-    Every rank calls every method but `prepare` and `exists` with the same step. Preparing a step may take `seconds`
-    once it is read.
-    """
+    """Gives step after step: a thread, which asks no other rank, prepares one step ahead of the last one read, for at
+    most `seconds` once it is read. Every rank calls every method but `prepare` and `exists` with the same step."""
 
     def __init__(self, world: World, seconds: float) -> None:
         self.world, self.costs = world, Costs()
@@ -240,10 +226,8 @@ class StepSource:
         return sum_over_ranks(self.world, [stop()])[0] == 0
 
     def read(self, step: int) -> StepData:
-        """This rank's micro-batches of a step; the thread goes on to the next one.
-
-        Raises UserError if, on any rank, it is malformed, does not fit the model, or takes too long to prepare.
-        """
+        """This rank's micro-batches of a step; the thread goes on to the next one. Raises UserError if, on any rank, it
+        is malformed, does not fit the model, or takes too long to prepare."""
         return agree(self.world, lambda: self._take(step))
 
     def close(self) -> None:
@@ -263,10 +247,8 @@ class StepSource:
     def pack(
         self, lengths: list[int], seq_len: int, streams: int, documents: Callable[[list[int]], Iterable[Document]]
     ) -> tuple[list[list[int]], list[MicroBatch]]:
-        """Plan micro-batches of at most `seq_len` tokens, and make this rank's, ready for the device.
-
-        `documents` gives those of some samples, with K `streams`. Returns the samples in each micro-batch as well.
-        """
+        """Plan micro-batches of at most `seq_len` tokens, and make this rank's, ready for the device. `documents` gives
+        those of some samples, with K `streams`. Returns the samples in each micro-batch as well."""
         mine, device = plan(lengths, seq_len, self.world.size, self.costs)[self.world.rank], self.world.device
         wanted = [index for indices in mine for index in indices]
         made, pads = dict(zip(wanted, documents(wanted), strict=True)), pads_to(device)

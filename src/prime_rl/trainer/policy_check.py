@@ -37,10 +37,8 @@ ROUNDING = 2.0**-9  # standard deviation of bfloat16's relative error
 
 @torch.no_grad()
 def check_policy(policy: Policy, name: str, world: World, computed: torch.dtype) -> None:
-    """Compare the policy, which computes in dtype `computed`, with the model's own forward. Every rank calls it.
-
-    Logs the difference. Raises UserError if it is larger than with correct kernels, or one of them fails.
-    """
+    """Compare the policy, which computes in dtype `computed`, with the model's own forward, and log the difference.
+    Every rank calls it. Raises UserError if it is larger than with correct kernels, or one of them fails."""
     started, lm, sizes = time.perf_counter(), policy.lm, (FIRST_TOKENS, REFERENCE_TOKENS - FIRST_TOKENS)
     tokens = np.array(reference_tokens(lm.config.get_text_config().vocab_size))
     documents = [

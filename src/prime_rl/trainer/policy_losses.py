@@ -20,10 +20,8 @@ PolicyTerm = tuple[Tensor, Tensor]
 class Sequences:
     """Sums and means over the sampled tokens of each sequence, given to each token of it: [N] -> [N].
 
-    Args:
-        document: [N] int64, ascending: the sequence that each token belongs to.
-        mask: [N], 1 on sampled tokens; what is added up elsewhere does not count.
-        count: Sequences, some of which may have no tokens.
+    `document` [N] int64, ascending: the sequence, of `count`, that each token belongs to; some may have no tokens.
+    `mask` [N]: 1 on sampled tokens; what is added up elsewhere does not count.
     """
 
     def __init__(self, document: Tensor, mask: Tensor, count: int) -> None:

@@ -55,11 +55,9 @@ _LINE = (
 
 
 class Report:
-    """Status file of every rank; metrics file (and W&B) and console lines of rank 0.
-
-    A run directory that has a status already is not touched before `open`: who is refused leaves no trace in an earlier
-    run. A restart by the launcher (`recover`) reports at once that it is alive.
-    """
+    """Status file of every rank; metrics file (and W&B) and console lines of rank 0. A run directory that has a status
+    already is not touched before `open`: who is refused leaves no trace in an earlier run. A restart by the launcher
+    (`recover`) reports at once that it is alive."""
 
     def __init__(self, config: TrainingConfig, process: str, world: World, *, recover: bool = False) -> None:
         self.config, self.process, self.ranks = config, process, world.size
@@ -147,11 +145,8 @@ class StepMetrics:
     ideal: float | None  # seconds that the step's FLOP would take at the ranks' peak (None: not known)
 
     def read(self) -> tuple[list[float], float]:
-        """The sums over all ranks, and the gradient norm.
-
-        The one place of a step where the host waits for the device; any thread may. Raises UserError if the norm is not
-        finite: what the step made must not be saved.
-        """
+        """The sums over all ranks, and the gradient norm. The one place of a step where the host waits for the device;
+        any thread may. Raises UserError if the norm is not finite: what the step made must not be saved."""
         *values, norm = self.sums.read().tolist()
         if not math.isfinite(norm):
             raise UserError(f"step {self.step}: the gradient norm is {norm}: nothing of this step is committed")
@@ -167,13 +162,11 @@ def sum_on_device(world: World, sums: Tensor, norm: Tensor) -> ToHost:
 
 
 class MetricRows:
-    """Rows of metrics, each written once its step is done. Every rank keeps them.
+    """Rows of metrics, each written once its step is done, of which `written` is the last. Every rank keeps them.
 
     Reading at once would let a GPU run dry: a step's row is written by `flush` while the next step is under way, before
-    anything is saved that is ahead of the row, and before a wait.
-
-    A step's time runs from the end of the one before (the first's from `begin`) to its own end, so that waits count.
-    `written` is the step whose row was written last.
+    anything is saved that is ahead of the row, and before a wait. A step's time runs from the end of the one before
+    (the first's from `begin`) to its own end, so that waits count.
     """
 
     def __init__(self, report: Report, device: torch.device) -> None:
@@ -192,10 +185,8 @@ class MetricRows:
         self._ended = now(self._device)
 
     def recorded(self, step: int, weights: Path | None, *, durable: bool = False) -> bool:
-        """Whether `step` has its row and its version under `weights`, with `durable` in files. Any thread may ask.
-
-        No saved state is ahead of either. `weights` is None where no versions are made.
-        """
+        """Whether `step` has its row and its version under `weights`, with `durable` in files. Any thread may ask. No
+        saved state is ahead of either. `weights` is None where no versions are made."""
         if self.written < step or weights is None or max(list_steps(weights), default=0) <= step:
             return self.written >= step and weights is None
         return not durable or weights_manifest(step_dir(weights, step + 1)).publisher is None
@@ -208,10 +199,8 @@ class MetricRows:
             self.flush()
 
     def flush(self) -> None:
-        """Write the row that is left, if there is one, as soon as its step is done.
-
-        Raises UserError if that step's gradients are not finite, or the disk is full.
-        """
+        """Write the row that is left, if there is one, as soon as its step is done. Raises UserError if that step's
+        gradients are not finite, or the disk is full."""
         if self._row is None:
             return
         row, self._row = self._row, None

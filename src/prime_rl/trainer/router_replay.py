@@ -29,10 +29,8 @@ class Routers(NamedTuple):
 
 
 def set_up(layers: nn.ModuleList, name: str) -> Routers:
-    """Return the routers of a model's layers, and let compiled blocks replace their choice.
-
-    Raises UserError if there are none, their sizes differ, or a choice cannot be replaced.
-    """
+    """Return the routers of a model's layers, and let compiled blocks replace their choice. Raises UserError if there
+    are none, their sizes differ, or a choice cannot be replaced."""
     blocks = {number: block for number, layer in enumerate(layers) for block in moe_blocks(layer)}
     sizes = {(_probe_top_k(block.router, name), block.router.expert_count) for block in blocks.values()}
     if len(sizes) != 1:
@@ -44,10 +42,8 @@ def set_up(layers: nn.ModuleList, name: str) -> Routers:
 
 @torch.no_grad()
 def _probe_top_k(router: Any, name: str) -> int:
-    """Return how many experts a router chooses for a token, by trying it with random weights on the CPU.
-
-    Raises UserError if it does not return the experts to replay.
-    """
+    """Return how many experts a router chooses for a token, by trying it with random weights on the CPU. Raises
+    UserError if it does not return the experts to replay."""
     draw, refused = torch.Generator().manual_seed(0), f"router_replay: {type(router).__name__} in {name}"
     tensors = (*router.named_parameters(), *router.named_buffers())
     values = {key: torch.rand(tensor.shape, generator=draw) for key, tensor in tensors}
@@ -80,10 +76,8 @@ def _probe_top_k(router: Any, name: str) -> int:
 
 
 def chosen_experts(rows: npt.NDArray[np.unsignedinteger], routers: Routers, sample: str) -> Chosen:
-    """Return what the engine chose for a sample's first N tokens, [M, N, K], from rows [N, layers · K].
-
-    Raises UserError if this model cannot have chosen so.
-    """
+    """Return what the engine chose for a sample's first N tokens, [M, N, K], from rows [N, layers · K]. Raises
+    UserError if this model cannot have chosen so."""
     hint = "is it the model that sampled it?"
     if rows.shape[1] != routers.layers * routers.k:
         raise UserError(
@@ -91,8 +85,7 @@ def chosen_experts(rows: npt.NDArray[np.unsignedinteger], routers: Routers, samp
             f"{routers.k} each: {hint}"
         )
     chosen_MNK = rows.reshape(-1, routers.layers, routers.k)[:, routers.sparse].swapaxes(0, 1).astype(np.int16)
-    if chosen_MNK.size and chosen_MNK.max() >= routers.experts:
-        largest = chosen_MNK.max()
+    if (largest := chosen_MNK.max(initial=0)) >= routers.experts:
         raise UserError(f"sample {sample} has expert {largest}, the trainer's model has {routers.experts}: {hint}")
     # Usually zeros, left by an engine that did not record its router's choice.
     if routers.k > 1 and (chosen_MNK[..., 0] == chosen_MNK[..., 1]).any():

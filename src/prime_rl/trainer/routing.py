@@ -102,10 +102,8 @@ def shard_routers(routers: list[Any], mesh: DeviceMesh) -> list[FSDPModule]:
 
 
 def set_up_balance(lm: nn.Module, blocks: Sequence[SparseBlock], config: TrainerModel, device: torch.device) -> None:
-    """Have blocks write tokens per expert and, last, the auxiliary loss (0: off) into `count_F` [E + 1].
-
-    Raises UserError if the model has no routers that can be balanced as `config` asks.
-    """
+    """Have blocks write tokens per expert and, last, the auxiliary loss (0: off) into `count_F` [E + 1]. Raises
+    UserError if the model has no routers that can be balanced as `config` asks."""
     has_loss = "load_balancing_loss_func" in vars(sys.modules[type(lm).__module__])
     if config.moe_aux_loss and not (blocks and has_loss and type(blocks[0].router).__base__ is not nn.Linear):
         raise UserError(f"model.moe_aux_loss: {type(lm).__name__} has no routers with transformers' auxiliary loss")

@@ -51,10 +51,8 @@ def locate_model(config: TrainerModel, world: World, *, random_weights: bool) ->
 def find_model(name: str, trust_remote_code: bool = False, random_weights: bool = False) -> Source:
     """Locate a model: a local directory, or a hub name (downloaded into the hub's cache).
 
-    Args:
-        random_weights: The weights may be missing (fake data). A directory's own are used; nothing is downloaded.
-
-    Raises UserError if it is not found or no model directory.
+    With `random_weights` (fake data) weights may be missing: a directory's own are used, nothing is downloaded. Raises
+    UserError if it is not found or no model directory.
     """
     directory = Path(name).expanduser()
     if not directory.is_dir():

@@ -95,10 +95,8 @@ def _dlogits(
     BLOCK: tl.constexpr,
     SLOPE: tl.constexpr,
 ) -> None:
-    """Store BLOCK logits' d = (onehot - p) d_logprob - p (log p + entropy) d_entropy,  by the temperature.
-
-    With a SLOPE the logits are x = tanh(SLOPE · u), and d is multiplied by dx / du.
-    """
+    """Store BLOCK logits' d = (onehot - p) d_logprob - p (log p + entropy) d_entropy, by the temperature. With a SLOPE
+    the logits are x = tanh(SLOPE · u), and d is multiplied by dx / du."""
     BLOCKS: tl.constexpr = (V + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
@@ -119,10 +117,8 @@ def _dlogits(
 
 
 def stats(logits_CV: Tensor, labels_C: Tensor, inv_temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log partition, the label's log-probability and entropy [C] float32 of softmax(logits / temperature).
-
-    The log-probability of a label outside the vocabulary is NaN. See `lm_head.stats`.
-    """
+    """Return log partition, the label's log-probability and entropy [C] float32 of softmax(logits / temperature). The
+    log-probability of a label outside the vocabulary is NaN. See `lm_head.stats`."""
     assert logits_CV.is_contiguous(), "the kernels know no strides"
     size, vocabulary = logits_CV.shape
     log_z, logprob, entropy = (torch.empty(size, dtype=torch.float32, device=logits_CV.device) for _ in range(3))
@@ -293,7 +289,6 @@ def convolution(row: Tensor, weight: Tensor, documents: Tensor) -> Tensor:
 
 
 def convolution_backward(d_out: Tensor, row: Tensor, weight: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of row and weight."""
     d_row, own = torch.empty_like(row), STEPS - 3
     d_weight = weight.new_empty(triton.cdiv(row.shape[1], own), *weight.shape, dtype=torch.float32)
     _walk(own, row, weight, documents, d_out, d_row, d_weight)

@@ -49,9 +49,7 @@ class RolloutData(PolicyData):
 
     def wait(self, step: int, stop: Callable[[], bool], on_wait: OnWait) -> bool:
         """Wait for the batch. Only rank 0 looks into the directory; at every look the ranks exchange what they know.
-
-        Raises WaitTimeout, on every rank, if the orchestrator has not committed the step in time.
-        """
+        Raises WaitTimeout, on every rank, if the orchestrator has not committed the step in time."""
         timeout, is_main = self.config.rollout_timeout, self.world.is_main
         subject, deadline = subject_of(step_dir(self.root, step)), time.monotonic() + timeout
         while True:  # bounded: by rank 0's deadline; should that rank die, the collective fails
@@ -81,19 +79,12 @@ class RolloutData(PolicyData):
 
 
 class FakeSamples(PolicyData):
-    """Random samples, the same for one seed on any number of ranks. Needs neither orchestrator nor model files.
-
-    Lengths are all the same (`fixed`), or spread as those of real rollouts (`lognormal`: median 600, sigma 0.9). Each
-    sample is a group of its own.
-    """
-
-    def __init__(self, config: TrainerConfig, world: World, source: Source) -> None:
-        assert config.data.fake is not None
-        self.fake = config.data.fake
-        super().__init__(config, world, source)
+    """Random samples, the same for one seed on any number of ranks. Needs neither orchestrator nor model files. Lengths
+    are all the same (`fixed`), or spread as those of real rollouts (`lognormal`). Each sample is a group of its own."""
 
     def prepare(self, step: int) -> StepData:
-        fake, seq_len = self.fake, self.config.seq_len
+        fake, seq_len = self.config.data.fake, self.config.seq_len
+        assert fake is not None
         if fake.lengths == "fixed":
             lengths = [fake.seq_len or max(2, seq_len // fake.micro_batch_size)] * fake.batch_size
             seq_len = min(seq_len, fake.micro_batch_size * lengths[0])
@@ -136,13 +127,9 @@ def document(sample: Sample, reference: bool = False, routers: Routers | None = 
     """A sample's tokens and streams, in the order of `STREAMS`. The scale rows hold the bare weights still.
 
     Without weight streams every token of the loss mask belongs to the RL component with weight 1; a cross-entropy or
-    reference-KL weight makes any token belong to that component, on the mask or off it.
-
-    Args:
-        reference: RL tokens need the log-probabilities of a reference model.
-        routers: Of the model, if it replays the engine's choice of experts.
-
-    Raises UserError if they are needed and missing, or no router of the model chose the experts.
+    reference-KL weight makes any token belong to that component, on the mask or off it. Raises UserError if
+    log-probabilities of a reference model are needed (`reference`: by RL tokens) and missing, or none of the `routers`
+    of a model that replays them chose the experts.
     """
     mask = np.asarray(sample.loss_mask, dtype=bool)
     zeros = np.zeros(mask.size, dtype=np.float32)
@@ -170,12 +157,8 @@ def document(sample: Sample, reference: bool = False, routers: Routers | None = 
 
 
 def grouped(data: StepData, group_of: "Sequence[str] | Sequence[int]", mine: Sequence[Sequence[int]]) -> StepData:
-    """With the groups of this rank's documents. Every rank numbers them alike.
-
-    Args:
-        group_of: The group of each of the step's samples, over which `normalize` averages, or the sample itself.
-        mine: The samples in each micro-batch of this rank.
-    """
+    """With the groups of this rank's documents, which every rank numbers alike: `group_of` each of the step's samples,
+    over which `normalize` averages, or the sample itself. `mine`: the samples in each micro-batch of this rank."""
     place = {group: number for number, group in enumerate(dict.fromkeys(group_of))}
     groups = [np.array([place[group_of[index]] for index in indices], dtype=np.int64) for indices in mine]
     return replace(data, groups=groups, group_count=len(place))

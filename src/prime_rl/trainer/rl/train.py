@@ -14,10 +14,8 @@ from prime_rl.trainer.training_loop import Recipe
 
 
 def make_recipe(config: TrainerConfig) -> Recipe:
-    """RL: rollouts or fake samples, a policy loss, and a version for servers after every step.
-
-    Raises UserError if a loss of the user's own cannot be used.
-    """
+    """RL: rollouts or fake samples, a policy loss, and a version for servers after every step. Raises UserError if a
+    loss of the user's own cannot be used."""
     return Recipe(
         tokens=config.seq_len,
         loss=make_loss(config.loss),

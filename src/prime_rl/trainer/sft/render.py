@@ -34,11 +34,9 @@ Row = Mapping[str, Any]
 
 
 def load_rows(config: SFTData) -> "list[Row] | Dataset":
-    """The rows of `config.name`: a .jsonl or .parquet file, a saved or a hub dataset.
-
-    `split` and `subset` choose within saved and hub datasets; a plain file has neither.
-    Raises UserError if it is missing, unreadable or empty, or lacks the split or subset that is asked for.
-    """
+    """The rows of `config.name`: a .jsonl or .parquet file, a saved or a hub dataset. `split` and `subset` choose
+    within saved and hub datasets; a plain file has neither. Raises UserError if it is missing, unreadable or empty, or
+    lacks the split or subset that is asked for."""
     import httpx
     import pyarrow
     from datasets import load_dataset
@@ -161,13 +159,8 @@ class Tokens:
 
 
 class RowRenderer:
-    """From rows to samples, with one tokenizer.
-
-    Args:
-        model: Its hub name or directory.
-        stop_ids: Tokens that end a reply at inference besides the tokenizer's end-of-sequence token
-            (`generation_config.json` names them).
-    """
+    """From rows to samples, with one tokenizer. `model`: its hub name or directory. `stop_ids`: what ends a reply at
+    inference besides the tokenizer's end-of-sequence token (`generation_config.json` names them)."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, model: str, loss_mask: LossMask, stop_ids: Sequence[int] = ()
@@ -187,10 +180,8 @@ class RowRenderer:
           prompt's tokens, then the completion's with the end-of-sequence token, trained as an assistant's are.
 
         Of an assistant message its reasoning, content, tool calls and the token that ends its turn are trained; of
-        other roles the content.
-
-        Raises UserError if the row has another form, the tokenizer lacks a chat template, or the template refuses the
-        row or cannot show it.
+        other roles the content. Raises UserError if the row has another form, the tokenizer lacks a chat template, or
+        the template refuses the row or cannot show it.
         """
         if "messages" not in row and not {"prompt", "completion"} <= row.keys():
             raise UserError(f"it has the columns {', '.join(row) or '(none)'}; fine-tuning needs {ACCEPTED}")

@@ -34,13 +34,12 @@ def row_order(rows: int, taken: int, shuffle: bool, seed: int) -> Iterator[int]:
 def row_steps(
     tokenize: Callable[[int], list[Tokens]], rows: int, data: SFTData, seed: int, taken: int
 ) -> Iterator[tuple[list[Tokens], int, Counter[str]]]:
-    """The samples of step after step: what fits into `batch_size` packed rows of `seq_len` tokens, first fit.
+    """Yield the samples of step after step (what fits into `batch_size` packed rows of `seq_len` tokens, first fit),
+    the rows taken for them, and how many of those were dropped, by reason.
 
-    Rows come in the order of `row_order`, and all samples of a row are in one step. Rows that cannot be trained on are
-    dropped: nothing is truncated, because half a conversation would teach to break off.
-
-    Yields samples, rows taken for them, and how many of those were dropped, by reason; `tokenize` goes from the index
-    of a row to its samples. Raises UserError if whole epochs have nothing to train on, or a row is malformed.
+    Rows come in the order of `row_order`; `tokenize` goes from the index of one to its samples, which are all in one
+    step. Rows that cannot be trained on are dropped: nothing is truncated, because half a conversation would teach to
+    break off. Raises UserError if whole epochs have nothing to train on, or a row is malformed.
     """
     empty = np.full(data.batch_size, data.seq_len)
     room, step, used, dropped = empty, list[Tokens](), 0, Counter[str]()
@@ -84,10 +83,8 @@ def _place(samples: list[Tokens], room: npt.NDArray[np.int64]) -> npt.NDArray[np
 
 
 def fake_row(data: SFTData, vocabulary: int, seed: int, index: int) -> list[Tokens]:
-    """A sample of random tokens, every one trained, for measurements.
-
-    Its length is `seq_len` (`fixed`), uniform in [seq_len / 8, seq_len] (`variable`), or as of rollouts (`lognormal`).
-    """
+    """A sample of random tokens, every one trained, for measurements. Its length is `seq_len` (`fixed`), uniform in
+    [seq_len / 8, seq_len] (`variable`), or as of rollouts (`lognormal`)."""
     draws, length = np.random.default_rng([seed, index]), data.seq_len
     if data.fake is not None and data.fake.type == "lognormal":
         length = rollout_lengths(draws, 1, min(LONGEST, length))[0]
@@ -97,11 +94,9 @@ def fake_row(data: SFTData, vocabulary: int, seed: int, index: int) -> list[Toke
 
 
 class RowData(StepSource):
-    """Steps of a dataset, or of fake rows. Every rank reads the same: the number of ranks changes no step.
-
-    The first rows are tokenized at once, so that a dataset of another form is refused before the model loads: raises
-    UserError if the dataset or the tokenizer cannot be loaded, or one of the first rows is malformed.
-    """
+    """Steps of a dataset, or of fake rows. Every rank reads the same: the number of ranks changes no step. The first
+    rows are tokenized at once, so that a dataset of another form is refused before the model loads. Raises UserError if
+    the dataset or the tokenizer cannot be loaded, or one of the first rows is malformed."""
 
     def __init__(self, config: SFTConfig, world: World, source: Source) -> None:
         self.config, self.vocabulary = config, source.config.get_text_config().vocab_size

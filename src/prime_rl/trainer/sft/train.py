@@ -14,10 +14,8 @@ from prime_rl.trainer.training_loop import Recipe
 
 
 def make_recipe(config: SFTConfig) -> Recipe:
-    """Fine-tuning: rows, cross-entropy, and weights at checkpoints and evaluations.
-
-    Versions of the evaluation's interval are kept for good: it may come to them much later.
-    """
+    """Fine-tuning: rows, cross-entropy, and weights at checkpoints and evaluations. Versions of the evaluation's
+    interval are kept for good: it may come to them much later."""
     return Recipe(
         tokens=config.data.seq_len * config.data.micro_batch_size,
         loss=cross_entropy,
