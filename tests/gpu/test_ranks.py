@@ -1,8 +1,6 @@
 """On GPUs: several ranks train as one does; grouped experts equal a float32 loop over them, without a wait."""
 
 import copy
-import json
-import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.trainer import moe
 from support import trainer as support
+from support.forking import on_ranks
 from support.processes import REPOSITORY, Command
 
 GPU = torch.device("cuda", 0)
@@ -71,9 +70,7 @@ def test_versions_are_what_the_ranks_trained(ranks: int, kind: str, tmp_path: Pa
     """As `tests/unit/trainer/test_versions.py`, from pinned buffers: a version is the weights when they were copied."""
     model = make_tiny_model(tmp_path / "model", experts=3)
     run = {"ranks": ranks, "kind": kind, "model": str(model), "root": str(tmp_path), "replicas": 1, "device": "cuda"}
-    env = {"PYTHONPATH": f"{REPOSITORY / 'tests'}:{os.environ.get('PYTHONPATH', '')}", "NCCL_NVLS_ENABLE": "0"}
-    with Command("ranks", json.dumps([run]), log=tmp_path / "log", env=env, module="support.versions") as command:
-        command.succeed(SECONDS)
+    on_ranks("support.versions:rank", [run], tmp_path / "log", NCCL_NVLS_ENABLE="0")
 
 
 @TWO

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.transport.weights import verify_weights
 from support import trainer as support
+from support.forking import on_ranks
 from support.processes import run_forked
-from support.ranks import train_on_ranks
 from support.trainer import assert_close_metrics, assert_close_weights
 
 tied_model = support.tied_model
@@ -38,7 +38,8 @@ def test_two_ranks_equal_one(tied_model: Path, tmp_path: Path) -> None:
     assert run_forked("sft", "@", given, "--output-dir", tmp_path / "1", "--dry-run").returncode == 0
     assert [path.name for path in (tmp_path / "1").iterdir()] == ["configs"], "a dry run touches nothing else"
     one, two = tmp_path / "1" / "configs" / "sft.toml", write_config(tmp_path / "2", tied_model, max_steps=3)
-    train_on_ranks([(1, ["@", str(one)]), (2, ["@", str(two)])], tmp_path / "log", "sft")
+    runs = [{"ranks": n, "arguments": ["@", str(file)], "entrypoint": "sft"} for n, file in ((1, one), (2, two))]
+    on_ranks("support.forking:train", runs, tmp_path / "log")
     assert_close_metrics(tmp_path / "2", tmp_path / "1", 3, ("data/loss_tokens", "progress/total_samples"), "sft")
     of_one, of_two = (tmp_path / ranks / "weights" / "step_3" for ranks in ("1", "2"))
     for version in (of_one, of_two):

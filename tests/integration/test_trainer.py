@@ -18,8 +18,8 @@ from prime_rl.trainer.parallel import init_world
 from prime_rl.transport.commit import list_steps, verify
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from support import trainer as support
+from support.forking import on_ranks
 from support.processes import REPOSITORY, Command, torchrun, until
-from support.ranks import train_on_ranks
 from support.trainer import assert_close_metrics, assert_close_weights
 
 tied_model, run_training = support.tied_model, support.run_training
@@ -86,10 +86,9 @@ def test_replicas(run_training: Callable[[TrainerConfig], None], tmp_path: Path)
     runs = []
     for start, end, ranks, replicas in [(0, 1, 4, 2), (1, 2, 2, 2), (2, 4, 4, 1)]:
         resume = ["--ckpt.resume-step", str(start)] if start else []
-        runs.append(
-            (ranks, ["@", str(config), "--max-steps", str(end), "--model.dp-replicate", str(replicas), *resume])
-        )
-    train_on_ranks(runs, many / "log")
+        arguments = ["@", str(config), "--max-steps", str(end), "--model.dp-replicate", str(replicas), *resume]
+        runs.append({"ranks": ranks, "arguments": arguments})
+    on_ranks("support.forking:train", runs, many / "log")
     saved = (many / "weights" / "step_4").rename(tmp_path / "step_4")
     run_training(support.make_config(many, model, max_steps=5, ckpt={"resume_step": 4}, **settings))
 

@@ -1,11 +1,5 @@
-"""For optimizer tests: small models, gradients that are the same on any number of ranks, and steps on them.
+"""For optimizer tests: small models, gradients that are the same on any number of ranks, and steps on them."""
 
-Also runs as a file, `support/optim.py RUNS`: for each run in RUNS (JSON, a list of the arguments of `run_rank`, and
-`ranks`) it forks that many ranks, one run after the other.
-"""
-
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +14,6 @@ from prime_rl.config.trainer import OptimConfig
 from prime_rl.trainer import training_state
 from prime_rl.trainer.optim import ShardedOptimizer, build_optimizer
 from prime_rl.trainer.parallel import World, close_world, init_world
-from support.forking import fork_ranks
 
 STEPS = 4
 
@@ -131,8 +124,3 @@ def run_rank(out: str, settings: dict[str, Any], replicate: int = 1, checkpoint:
     if world.is_main:
         torch.save(result, Path(out) / "parameters.pt")
     close_world()
-
-
-if __name__ == "__main__":
-    for run in json.loads(sys.argv[1]):
-        fork_ranks(run.pop("ranks"), run_rank, 150.0, **run)

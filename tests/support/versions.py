@@ -1,11 +1,5 @@
-"""Versions of the weights by each transport: of a run in this process, and of several ranks.
+"""Versions of the weights by each transport: of a run in this process, and of several ranks."""
 
-Also runs as a file, `support/versions.py RUNS`: for each run in RUNS (JSON, a list of the arguments of `rank`, and
-`ranks`) it forks that many ranks, which have run no threads of torch, one run after the other.
-"""
-
-import json
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +22,6 @@ from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport.commit import step_dir
 from prime_rl.transport.weights import verify_weights, weights_manifest
-from support.forking import fork_ranks
 from support.publishing import received
 
 SECONDS = 150
@@ -163,8 +156,3 @@ def check(directory: Path, right: dict[str, torch.Tensor]) -> None:
     if manifest.publisher is None:
         verify_weights(directory)
     assert_equal(tensors_of(directory) if manifest.publisher is None else received(manifest), right)
-
-
-if __name__ == "__main__":
-    for run in json.loads(sys.argv[1]):
-        fork_ranks(run.pop("ranks"), rank, SECONDS, **run)

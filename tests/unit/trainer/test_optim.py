@@ -1,6 +1,5 @@
 """Each optimizer's update against its formula, in float64; what checkpoints restore; schedules and clipping."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from prime_rl.trainer.optim import build_optimizer, clip_gradients, learning_rat
 from prime_rl.trainer.parallel import World
 from support import optim as support
 from support import trainer
-from support.processes import REPOSITORY, Command
+from support.forking import on_ranks
 
 world = trainer.world
 CONFIGS = [AdamW(lr=1e-2), Muon(lr=1e-2)]
@@ -64,7 +63,6 @@ def test_a_checkpoint_restores_every_bit(
 
 # ---- Muon
 
-SECONDS = 300.0
 TOLERANCE = 1e-5  # relative, of each parameter after all steps
 
 
@@ -111,9 +109,7 @@ def test_any_number_of_ranks_makes_the_same_updates(tmp_path: Path) -> None:
     for run in runs:
         run["out"] = str(tmp_path / run["out"])
         Path(run["out"]).mkdir()
-    env = {"PYTHONPATH": str(REPOSITORY / "tests")}
-    with Command("ranks", json.dumps(runs), log=tmp_path / "log", module="support.optim", env=env) as command:
-        command.succeed(SECONDS)
+    on_ranks("support.optim:run_rank", runs, tmp_path / "log")
 
     model = support.make_toy()
     want = support.train(model, build_optimizer(model, support.optim_config(**settings)), range(support.STEPS))

@@ -27,13 +27,12 @@ from prime_rl.transport.incarnations import PublishedVersions
 from prime_rl.transport.protocol import Lease
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from prime_rl.wait import wait
-from support.processes import REPOSITORY, Command
+from support.forking import on_ranks
 from support.publishing import received
 from support.versions import TRANSPORTS, Run, assert_equal, open_run
 
 MakePolicy = Callable[..., Policy]
 Open = Callable[..., AbstractContextManager[Run]]
-SECONDS = 300.0
 
 
 @pytest.fixture
@@ -65,14 +64,13 @@ def load(directory: Path) -> AutoModelForCausalLM:
 def test_what_servers_get_is_what_the_ranks_trained(tmp_path: Path) -> None:
     """Contract: of three ranks (with three experts), and of two replicas of two ranks each, servers get bit for bit the
     rows of all; what must outlive the processes is written in full, the base as its files have it."""
-    model, env = make_tiny_model(tmp_path / "model", experts=3), {"PYTHONPATH": str(REPOSITORY / "tests")}
+    model = make_tiny_model(tmp_path / "model", experts=3)
     runs = [
         {"ranks": n, "kind": kind, "model": str(model), "root": str(tmp_path / f"{kind}-{n}"), "replicas": replicas}
         for kind in ("filesystem", "memory")
         for n, replicas in ((3, 1), (4, 2))
     ]
-    with Command("ranks", json.dumps(runs), log=tmp_path / "log", env=env, module="support.versions") as command:
-        command.succeed(SECONDS)
+    on_ranks("support.versions:rank", runs, tmp_path / "log")
 
 
 # ---- files
