@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,7 @@ from support.scripted import ScriptedEngine, ScriptedPool, ScriptedTrainer
 
 
 class Server(ScriptedEngine):
-    """A scripted server that can be given its base again."""
-
-    def __init__(self, root: str = "http://engine") -> None:
-        super().__init__()
-        self.root = root
-        self.reloads = 0
-
-    async def reload(self) -> Served:
-        boots = self.boots
-        self.base()
-        self.boots, self.now = boots, replace(self.now, boot=str(boots))
-        self.reloads += 1
-        return self.now
+    """A scripted server that sees the directories of versions."""
 
     async def update(self, weights: WeightsManifest) -> Served:
         if not weights.directory.is_dir():

@@ -36,14 +36,13 @@ class Server(ScriptedEngine):
     """
 
     def __init__(self, root: str) -> None:
-        self.root = root
         self.up, self.silent, self.leaving = True, False, False
         self.unsent: set[int] = set()
         self.wrong: set[int] = set()
         self.asked_for: list[int] = []
         self.claim: Served | None = None
         self.on_load: Callable[[int], Awaitable[object]] | None = None
-        super().__init__()
+        super().__init__(root)
 
     def restart(self) -> None:
         self.base()

@@ -57,12 +57,11 @@ class ScriptedTrainer:
 class ScriptedEngine:
     """Serves what it is given; `base()` is a server that somebody has started again."""
 
-    root = "http://engine"
-
-    def __init__(self) -> None:
+    def __init__(self, root: str = "http://engine") -> None:
+        self.root = root
         self.update_seconds: dict[str, float] = {}  # what it says an update took
         self.updates: list[tuple[int, int]] = []  # (version, incarnation)
-        self.boots = 0
+        self.boots = self.reloads = 0
         self.base()
 
     def base(self) -> None:
@@ -85,7 +84,8 @@ class ScriptedEngine:
         return self.now
 
     async def reload(self) -> Served:
-        self.base()
+        self.now = Served(0, version_hash(ScriptedTrainer.tensors(0, 0)), str(self.boots))
+        self.reloads += 1
         return self.now
 
 
