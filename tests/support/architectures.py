@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -305,10 +306,15 @@ class Difference:
     unwritten: tuple[str, ...]
 
 
-def transformers_outcome(directory: Path, documents: Sequence[Document], attention: str = "eager") -> Outcome:
-    """Of transformers' own model, document by document, as it evaluates, with logits and its plain attention."""
+def transformers_outcome(
+    directory: Path, documents: Sequence[Document], attention: str = "eager", adapter: Path | None = None
+) -> Outcome:
+    """Of transformers' own model, document by document, as it evaluates, with logits and its plain attention; of PEFT's
+    with an adapter."""
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation=attention)
+    if adapter is not None:
+        lm = PeftModel.from_pretrained(lm, adapter, is_trainable=True)
     lm.eval()
     logprobs = []
     for document in documents:

@@ -10,6 +10,7 @@ from prime_rl.config.shared import Device, ModelConfig
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 SERVER = "inference"  # the first of a run
 
 
@@ -30,6 +31,13 @@ class ServerConfig(Section):
 
     host: str | None = option(None, "Address (None: loopback, or all addresses when there is an API key).")
     port: Port = option(8000, "Port.")
+
+
+class AdaptersConfig(Section):
+    """The adapters (LoRA) that the server can hold beside the model."""
+
+    max_rank: int = option(16, "Largest rank of an adapter.", ge=1, le=ADAPTER_RANKS[-1])
+    max_adapters: PositiveInt = option(1, "Adapters that one batch can use.")
 
 
 class InferenceConfig(BaseConfig):
@@ -58,6 +66,7 @@ class InferenceConfig(BaseConfig):
     headless: bool = option(False, "Run engines only: another node serves the requests.")
     enforce_eager: bool | None = option(None, "Neither compile nor capture graphs (None: on CPU only).")
     quantization: str | None = option(None, "Quantization that vLLM applies to the weights, updates included (fp8).")
+    lora: AdaptersConfig | None = option(None, "Serve adapters (None: full weights alone; `rl` and `sft` set it).")
     router_replay: bool = option(False, "Return the experts chosen for each token (set by `rl`).")
     deterministic: bool = option(False, "One sequence at a time, prefill unchunked: the same tokens every run.")
     replica: NonNegativeInt = option(0, "Number of this server in its run, for log and status (set by `rl`).")

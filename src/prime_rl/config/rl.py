@@ -9,7 +9,7 @@ from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.share import share
 from prime_rl.config.shared import ClientConfig, Device, ModelConfig, RecoverableRun, SlurmConfig, WandbConfig
-from prime_rl.config.trainer import TrainerConfig
+from prime_rl.config.trainer import TrainerConfig, serve_adapters
 
 
 class RLConfig(RecoverableRun):
@@ -44,6 +44,7 @@ class RLConfig(RecoverableRun):
 
     def checks(self) -> Checks:
         trainer, orchestrator, loss = self.trainer, self.orchestrator, self.trainer.loss
+        serve_adapters(self.inference, trainer.lora)
         resumes = self.ckpt is not None and self.ckpt.resume_step is not None
         reply, context = orchestrator.sampling.max_tokens, self.inference.max_model_len if self.inference else None
         room = f"<orchestrator.sampling.max_tokens> {reply} leaves no room for a prompt within"

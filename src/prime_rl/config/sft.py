@@ -9,7 +9,7 @@ from prime_rl.config.eval import Measure
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.share import share_eval_server
 from prime_rl.config.shared import Length
-from prime_rl.config.trainer import ExportConfig, TrainingConfig
+from prime_rl.config.trainer import ExportConfig, TrainingConfig, serve_adapters
 
 
 class LossMask(Section):
@@ -69,5 +69,6 @@ class SFTConfig(TrainingConfig):
     share = staticmethod(share_eval_server)
 
     def checks(self) -> Checks:
+        serve_adapters(self.inference, self.lora)
         unused = self.inference is not None and self.eval is None
         yield conflict(unused, "<inference> starts a server for evaluations, and there is no [eval]")

@@ -1,10 +1,12 @@
-"""Settings of the RL trainer, most of which SFT has as well: optimizers, losses, model, weights."""
+"""Settings of the RL trainer, most of which SFT has as well: optimizers, losses, model, adapters, weights."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from prime_rl.config.base import Checks, Problem, Section, conflict, option
+from prime_rl.config.inference import ADAPTER_RANKS, AdaptersConfig, InferenceConfig
 from prime_rl.config.shared import Device, Fraction, Length, ModelConfig, MonitorConfig, RecoverableRun, RunConfig
 
 
@@ -221,6 +223,36 @@ class TrainerModel(ModelConfig):
     moe_bias_update: NonNegativeFloat = option(0.0, "Step of routers' correction biases to the mean load (0: none).")
 
 
+class LoRAConfig(Section):
+    """Low-rank adapters beside the linear layers, which are trained in place of the model's own weights."""
+
+    rank: PositiveInt = option(16, "Rank of the adapters.")
+    alpha: PositiveFloat = option(32.0, "What an adapter adds is scaled by alpha / rank.")
+    dropout: float = option(0.0, "Share of an adapter's inputs that a step leaves out.", ge=0, lt=1)
+    target_modules: Literal["all-linear"] | list[str] = option(
+        "all-linear", "Linear layers with an adapter, by the last parts of their names (all-linear: all in the blocks)."
+    )
+    experts: bool = option(False, "Adapters for each expert of a mixture, too.")
+    modules_to_save: list[str] = option(list, "Modules trained whole beside the adapters (needs serve merged).")
+    adapter: Path | None = option(None, "Directory of an adapter to start from, in PEFT's format.")
+    serve: Literal["adapter", "merged"] = option(
+        "adapter", "Versions are adapters, or merged: full weights, for engines that cannot serve adapters."
+    )
+
+    def checks(self) -> Checks:
+        adapts = self.serve == "adapter"
+        whole = "<modules_to_save> are no part of an adapter that vLLM serves: set <serve> = merged"
+        most = f"<rank> {self.rank} exceeds {ADAPTER_RANKS[-1]}, the most that vLLM serves: set <serve> = merged"
+        yield conflict(adapts and self.modules_to_save, whole)
+        yield conflict(adapts and self.rank > ADAPTER_RANKS[-1], most)
+
+
+def serve_adapters(server: InferenceConfig | None, lora: LoRAConfig | None) -> None:
+    """Have the server of a run make room for its adapters, unless that is set already."""
+    if server is not None and server.lora is None and lora is not None and lora.serve == "adapter":
+        server.lora = AdaptersConfig(max_rank=lora.rank)
+
+
 class ExportConfig(Section):
     """The exported weights."""
 
@@ -260,6 +292,7 @@ class TrainingConfig(RunConfig):
     """What RL and SFT training have in common."""
 
     model: TrainerModel = option(TrainerModel, "The model and how it is computed.")
+    lora: LoRAConfig | None = option(None, "Train adapters (None: all weights).")
     device: Device = option("auto", "Where to train (auto: CUDA where there is a GPU).")
     optim: OptimConfig = option(AdamW, "The optimizer.", discriminator="type")
     scheduler: SchedulerConfig = option(ConstantScheduler, "Schedule of the learning rate.", discriminator="type")
@@ -268,6 +301,8 @@ class TrainingConfig(RunConfig):
 
     def checks(self) -> Checks:
         scheduler, limit = self.scheduler, self.max_steps
+        biases = "<model.moe_bias_update> changes weights, and <lora> trains adapters alone: leave one of them out"
+        yield conflict(self.lora is not None and self.model.moe_bias_update, biases)
         if limit is None:
             endless = f"<scheduler.type> '{scheduler.type}' needs <max_steps>, to end at"
             yield conflict(scheduler.type != "constant", endless)

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -210,6 +210,45 @@ def complete_reload(model: Any) -> Iterator[None]:
     layers = {type(each).__name__ for each in model.modules() if next(each.parameters(recurse=False), None) is not None}
     if stale := sorted(layers & kept - {"ParallelLMHead"}):
         raise RuntimeError(f"vLLM's loader of {type(model).__name__} keeps the old weights of its {', '.join(stale)}")
+
+
+ADAPTER = 1  # vLLM's number of the adapter that the model's own name stands for
+
+
+def load_adapter(runner: Any, tensors: Mapping[str, Any], config: dict[str, Any] | None) -> None:
+    """Have a worker's model runner serve an adapter in PEFT's form, in place of the one before; without tensors none:
+    one of zeros, since requests in flight would have vLLM look for the one that they name.
+
+    Raises RuntimeError if a tensor is for no layer: vLLM would leave it out without a word.
+    """
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    manager = runner.lora_manager._adapter_manager
+    adapter = LoRAModel(ADAPTER, 1, {})
+    if config is not None:
+        helper, names = PEFTHelper.from_dict(config), getattr(manager.model, "hf_to_vllm_mapper", None)
+        helper.validate_legal(manager.lora_config)
+        if names is not None and hasattr(names, "get_rename_mapper"):  # 0.31
+            names = names.get_rename_mapper()
+        more = {"device": str(runner.device), "dtype": manager.lora_config.lora_dtype, "weights_mapper": names}
+        adapter = LoRAModel.from_lora_tensors(ADAPTER, dict(tensors), helper, **more)
+    manager.remove_adapter(ADAPTER)
+    manager.add_adapter(adapter)
+    if runner.vllm_config.parallel_config.pipeline_parallel_size == 1 and (
+        left := adapter.loras.keys() - manager.modules
+    ):
+        raise RuntimeError(f"vLLM has no layer for the adapter of {min(left)}")
+    manager.activate_adapter(ADAPTER)
+
+
+def name_adapter(state: Any, model: str) -> Any:
+    """Have all of vLLM's routes use the adapter for this model, and where no model is named; return its request."""
+    from vllm.lora.request import LoRARequest
+
+    request = LoRARequest(model, ADAPTER, model)
+    state.openai_serving_models.lora_requests |= {model: request, None: request}
+    return request
 
 
 def settle_reload(model: Any, model_config: Any) -> None:

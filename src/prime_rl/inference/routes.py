@@ -145,7 +145,10 @@ async def sample(body: SampleBody, raw_request: Request) -> Response:
         raise Rejected(404, f"the model {body.model!r} is not served; this server has {', '.join(state.prime_models)}")
     params = sampling_params(body.sampling_params, len(body.token_ids), state.engine_client.model_config.max_model_len)
     prompt, name = tokens_input(body.token_ids, cache_salt=body.cache_salt), f"sample-{secrets.token_hex(16)}"
-    outputs = [output async for output in state.engine_client.generate(prompt, params, name)]
+    lora = state.prime_lora
+    outputs = [output async for output in state.engine_client.generate(prompt, params, name, lora_request=lora)]
+    if outputs[-1].lora_request != lora:
+        raise Rejected(500, "the engine sampled without the adapter")
     output = outputs[-1].outputs[0]  # the only one
     if output.finish_reason == "error":
         raise Rejected(500, "the engine failed while it sampled")
@@ -258,12 +261,14 @@ class PrimeRoutes:
         assert base is not None, "vLLM has loaded it"
         status = Status(config.output_dir, config.process)
         state.prime_leaving = False
+        state.prime_lora = compat.name_adapter(state, state.prime_models[0]) if config.lora is not None else None
         engine = compat.AllEngines(engine_client, engines)
         state.prime_service = service = WeightService(
             engine,
             base=base,
             root=config.weights_root,
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
+            max_rank=None if config.lora is None else config.lora.max_rank,
             status=status,
             on_device=config.stage_on_device,
             servers_on_host=config.servers_on_host * engines,

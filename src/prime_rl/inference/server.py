@@ -13,6 +13,7 @@ from typing import Any
 from loguru import logger
 
 from prime_rl.config import InferenceConfig, write_toml
+from prime_rl.config.inference import ADAPTER_RANKS
 from prime_rl.errors import UserError
 from prime_rl.importing import quick_imports
 from prime_rl.inference import checks, compat
@@ -31,6 +32,7 @@ _REJECTED = {
     "worker_extension_cls": "the weight routes need their own",
     "api_key": "the key is given by VLLM_API_KEY or --api-key",
     "model": "is an option of its own, model.name",
+    **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras"), "adapters have a section of their own, [lora]"),
     # The launcher counts GPUs by these.
     **{
         name: f"is an option of its own, {name}"
@@ -181,6 +183,9 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         **{name: getattr(config, name) for name in (f"data_parallel_{node}" for node in nodes)},
         **compat.release_flags(engine),
     }
+    if config.lora is not None:
+        room = next(rank for rank in ADAPTER_RANKS if rank >= config.lora.max_rank)
+        flags |= {"enable_lora": True, "max_lora_rank": room, "max_loras": config.lora.max_adapters}
     if (kind := config.quantization) is not None:
         # Of a model on the hub vLLM finds out by itself.
         already = model is not None and "quantization_config" in read_json(model / "config.json")

@@ -18,7 +18,7 @@ from loguru import logger
 
 from prime_rl import faults
 from prime_rl.inference.compat import AllEngines
-from prime_rl.inference.version_files import STALL_SECONDS, Rejected, check_fit, check_version, read
+from prime_rl.inference.version_files import STALL_SECONDS, Rejected, check_adapter, check_fit, check_version, read
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import TensorEntry, WeightsManifest, hash_directory, version_hash
@@ -61,17 +61,18 @@ class WeightService:
         root: Where versions may lie (None: anywhere).
         tied: The model's output head shares the embedding: a checkpoint may or may not hold it.
         status: Shows a change under way, during which the engine does not answer, with its deadline.
+        max_rank: The largest rank of an adapter; versions are adapters (None: full weights).
         on_device: Workers may stage new weights in the GPU's memory, else in the host's, as `servers_on_host` engines
             do at the same time.
     """
 
     def __init__(
         self, engine: AllEngines, base: Path, root: Path | None, *,
-        tied: bool = False, status: Status | None = None, on_device: bool = True,
+        tied: bool = False, max_rank: int | None = None, status: Status | None = None, on_device: bool = True,
         servers_on_host: int = 1, engines: int = 1,
     ) -> None:  # fmt: skip
         self._engine, self.engines = engine, engines
-        self._base, self._tied, self._root = base, tied, root
+        self._base, self._tied, self._root, self._max_rank = base, tied, root, max_rank
         self._status = status
         self._stage_options = servers_on_host, on_device
         self._least_staging: float | None = None  # seconds, of all versions until now
@@ -99,6 +100,7 @@ class WeightService:
         if any(answer != answers[0] for answer in answers):
             raise Rejected(500, f"the workers serve different weights: {answers}")
         identity = answers[0] or {"version": 0, "hash": version_hash(await self._base_hashes()), "weight_dir": None}
+        identity.pop("adapter", None)
         return {**identity, "base": str(self._base), "boot": self._boot, "loads": self._loads}
 
     async def update(self, weight_dir: str, version: int) -> WeightUpdate:
@@ -136,7 +138,9 @@ class WeightService:
             manifest = await read(lambda: check_version(self._root, weight_dir, version), weight_dir, STALL_SECONDS)
             base = await self._base_hashes()
             if manifest.base is None:
-                check_fit(manifest.tensors, base, self._tied)
+                check_adapter(manifest, base, self._max_rank)
+                if manifest.adapter is None:
+                    check_fit(manifest.tensors, base, self._tied)
         directory = manifest.directory
         if manifest.base is not None:
             # The path in the manifest of version 0 is not followed; its hash must be that of our base model.
@@ -144,7 +148,9 @@ class WeightService:
                 raise Rejected(400, f"{directory} describes another base model than {self._base}")
             await self._reload(change, str(directory))
             return
-        identity = {"version": version, "hash": manifest.hash, "weight_dir": str(directory)}
+        identity: dict[str, Any] = {"version": version, "hash": manifest.hash, "weight_dir": str(directory)}
+        if manifest.adapter is not None:
+            identity["adapter"] = manifest.adapter.config
         try:
             await self._stage(manifest, change)
             await self._swap(directory, identity, change)
@@ -158,8 +164,8 @@ class WeightService:
 
     async def _reload(self, change: WeightUpdate, weight_dir: str | None = None) -> None:
         expected = await self._base_hashes()
-        try:
-            tensors = await self._hash_base()
+        try:  # beside adapters it stays loaded
+            tensors = expected if self._max_rank is not None else await self._hash_base()
         except (CommitError, OSError) as error:
             raise Rejected(400, str(error)) from error
         if tensors != expected:

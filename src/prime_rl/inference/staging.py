@@ -128,6 +128,8 @@ class Staging:
         ranges, size = layout(manifest.tensors)
         self.place = self._choose(size)
         if self.place == "nowhere":
+            if manifest.adapter is not None:
+                raise UserError(f"{self.directory}: there is no memory here for an adapter of {size:,} bytes")
             if manifest.publisher is not None:
                 raise UserError(f"{no_tensors_message(self.directory)}, and there is no memory here to receive them")
             if self._verify:
@@ -278,13 +280,18 @@ class WeightsExtension:
         After a failure on any rank the model is unusable until all have loaded another version.
         """
         staging = self.prime_staging
-        if staging is None:
+        if staging is None and self.prime_adapts:
+            compat.load_adapter(self.model_runner, {}, None)
+        elif staging is None:
             self.prime_reload(Path(directory))
         elif (str(staging.directory), staging.digest) != (directory, identity["hash"]):
             raise RuntimeError(f"{staging.directory} was staged, not {directory}")
         else:
             staging.wait(STAGE_SECONDS)
-            if staging.place == "nowhere":
+            if self.prime_adapts:
+                tensors = dict(self.prime_tensors(staging, identity))
+                compat.load_adapter(self.model_runner, tensors, identity["adapter"])
+            elif staging.place == "nowhere":
                 self.prime_reload(staging.manifest().files)
                 staging.manifest()  # else it was committed anew while it was read
             else:
@@ -295,6 +302,11 @@ class WeightsExtension:
                         torch.cuda.current_stream(self.device).synchronize()
         self.prime_unstage()
         self.prime_identity = identity
+
+    @property
+    def prime_adapts(self) -> bool:
+        """Whether versions are adapters: vLLM cannot load full weights beside them."""
+        return self.vllm_config.lora_config is not None
 
     def prime_served(self) -> Identity | None:
         """The weights that this rank serves; None for those it was started with."""
@@ -309,6 +321,8 @@ class WeightsExtension:
         """End with the server process, even if that is killed. The first call that a worker gets."""
         faults.arm("inference")  # the server arms its own process
         sys.setswitchinterval(TURN_SECONDS)
+        if self.prime_adapts:
+            compat.load_adapter(self.model_runner, {}, None)
         return follow(server)
 
     def prime_tensors(self, staging: Staging, identity: Identity) -> Iterable[tuple[str, Tensor]]:
@@ -323,8 +337,8 @@ class WeightsExtension:
         """Return whether the model computes with weights as loaded, never changed: then vLLM need not reload them."""
         if self.prime_plain is None:
             config = self.vllm_config
-            # Layers with adapters have other names; scales of a quantized cache are made anew by a reload.
-            plain = config.lora_config is None and "fp8" not in str(config.cache_config.cache_dtype)
+            # Scales of a quantized cache are made anew by a reload.
+            plain = "fp8" not in str(config.cache_config.cache_dtype)
             plain &= config.offload_config.prefetch.offload_group_size == 0  # else each forward fills parameters anew
             self.prime_plain = self.device.type == "cuda" and plain and compat.keeps_as_loaded(model)
         return self.prime_plain

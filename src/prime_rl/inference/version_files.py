@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from prime_rl import faults
 from prime_rl.transport.commit import MANIFEST, CommitError, read_manifest, verify
-from prime_rl.transport.weights import INDEX, TensorEntry, WeightsManifest, weights_manifest
+from prime_rl.transport.weights import INDEX, TensorEntry, WeightsManifest, version_hash, weights_manifest
 from prime_rl.wait import in_thread
 
 MESSAGE_CHARACTERS = 8192  # it may quote what a request or a manifest says
@@ -83,6 +83,25 @@ def _check_files(root: Path | None, directory: Path, names: Iterable[str]) -> No
         inside = path.parent == directory and name not in ("", "..")
         if not inside or not real_path.is_relative_to(allowed):
             raise Rejected(403, f"{path} is outside {directory if root is None else f'the weights root {root}'}")
+
+
+def check_adapter(manifest: WeightsManifest, base: dict[str, TensorEntry], max_rank: int | None) -> None:
+    """Reject full weights for a server of adapters (`max_rank`: their largest rank), an adapter for another one, and an
+    adapter of another base model or for layers that the model has not."""
+    if manifest.adapter is None:
+        if max_rank is not None:
+            raise Rejected(400, "the version is full weights, and this server serves adapters: start it without [lora]")
+        return
+    rank = manifest.adapter.config["r"]
+    if max_rank is None or rank > max_rank:
+        raise Rejected(400, f"the version is an adapter of rank {rank}: start the server with --lora.max-rank {rank}")
+    if manifest.adapter.base != version_hash(base):
+        raise Rejected(400, f"{manifest.directory} is an adapter of another base model than this server's")
+    for name, entry in manifest.tensors.items():
+        layer, _, letter = name.removesuffix(".weight").removeprefix("base_model.model.").rpartition(".lora_")
+        weight, side = base.get(f"{layer}.weight"), "BA".find(letter)
+        if weight is None or side < 0 or entry.shape[side] != weight.shape[side]:
+            raise Rejected(400, f"tensor {name} with shape {entry.shape} fits no layer of the model")
 
 
 def check_fit(tensors: dict[str, TensorEntry], base: dict[str, TensorEntry], tied: bool) -> None:

@@ -210,13 +210,21 @@ _PRODUCTS: dict[Any, int] = {
 
 
 def checkpoint_layers(
-    layers: Sequence[nn.Module], levels: "Sequence[Recompute]", kept: set[Any], wide: set[int]
+    layers: Sequence[nn.Module],
+    levels: "Sequence[Recompute]",
+    kept: set[Any],
+    wide: set[int],
+    *,
+    draws: bool = False,
 ) -> list[nn.Module]:
-    """Each layer with its level. `kept` are operators whose output is kept, `wide` the widths of wide products."""
+    """Each layer with its level. `kept` are operators whose output is kept, `wide` the widths of wide products.
+
+    `draws`: layers draw random numbers, which must be the same when they are computed again.
+    """
     # At every compilation torch warns that blocks with a policy must not work in place; ours do not.
     warning = "context_fn is passed to torch.utils.checkpoint"
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: warning not in record.getMessage())
-    functions = {level: _checkpoint(level, kept, wide) for level in set(levels)}
+    functions = {level: _checkpoint(level, kept, wide, draws) for level in set(levels)}
     return [
         layer if level == "none" else Checkpointed(layer, level, functions[level])
         for layer, level in zip(layers, levels, strict=True)
@@ -244,8 +252,8 @@ class Checkpointed(ActivationWrapper):
         return self.checkpoint(self._checkpoint_wrapped_module, *args, **kwargs)
 
 
-def _checkpoint(level: Recompute, kept: set[Any], wide: set[int]) -> Callable[..., Any]:
-    plain = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+def _checkpoint(level: Recompute, kept: set[Any], wide: set[int], draws: bool) -> Callable[..., Any]:
+    plain = partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
     if level == "full":
         return plain
     products, recomputed = level != "attention", wide if level == "wide" else set()

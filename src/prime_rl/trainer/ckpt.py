@@ -105,7 +105,7 @@ class Checkpoints:
 
         def check() -> None:
             run = step_dir(self.weights, 0)
-            began = weights_manifest(run).hash if run.is_dir() else None
+            began = weights_manifest(run).base_hash if run.is_dir() else None
             saved = None if self.resumed is None else read_manifest(self.resumed).extra.get("base")
             if source.directory is None or not (began or saved):
                 return

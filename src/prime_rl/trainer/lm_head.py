@@ -163,15 +163,20 @@ def _chunked_logits(
         yield s, logits if slope is None else logits.mul_(slope).tanh_()
 
 
-def _make_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Allocate d hidden [N, H] and, zeroed, at least in float32, d weight [V, H], d bias [V]."""
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    d_bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
-    return torch.empty_like(hidden), torch.zeros_like(weight, dtype=dtype), d_bias
+def _make_gradients(hidden: Tensor, *trained: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Allocate d hidden [N, H] and, zeroed, at least in float32, d weight [V, H] and d bias [V] of what is trained."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    d_weight, d_bias = (None if each is None else torch.zeros_like(each, dtype=dtype) for each in trained)
+    return torch.empty_like(hidden), d_weight, d_bias
 
 
 def _backward(
-    d_CV: Tensor, hidden_CH: Tensor, weight: Tensor, d_hidden_CH: Tensor, d_weight: Tensor, d_bias: Tensor | None
+    d_CV: Tensor,
+    hidden_CH: Tensor,
+    weight: Tensor,
+    d_hidden_CH: Tensor,
+    d_weight: Tensor | None,
+    d_bias: Tensor | None,
 ) -> None:
     """Compute from d, the logits' gradient:  d_hidden = d weight,  d_weight += d^T hidden,  d_bias += Σ d."""
     torch.mm(d_CV, weight, out=d_hidden_CH)
@@ -179,6 +184,8 @@ def _backward(
         return
     if d_bias is not None:
         d_bias += d_CV.sum(0, dtype=d_bias.dtype)
+    if d_weight is None:
+        return
     if d_CV.dtype == d_weight.dtype:
         d_weight.addmm_(d_CV.t(), hidden_CH)
     elif d_CV.is_cuda:  # bfloat16 inputs, float32 accumulator, one matrix product without a temporary
@@ -213,6 +220,11 @@ def _differentiated(token_loss: TokenLoss, compiled: bool) -> Callable[[Tensor, 
     return run_compiled
 
 
+def _trained(ctx: Any, *parameters: Tensor | None) -> list[Tensor | None]:
+    """Weight and bias, the second and third input, where they need a gradient."""
+    return [each if needed else None for each, needed in zip(parameters, ctx.needs_input_grad[1:3], strict=True)]
+
+
 class _LogprobEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -230,12 +242,11 @@ class _LogprobEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_logprob: Tensor, d_entropy: Tensor) -> Any:  # type: ignore[override]
         hidden, weight, bias, labels, inv_t, log_z, entropy = ctx.saved_tensors
-        d_hidden, d_weight, d_bias = _make_gradients(hidden, weight, bias)
+        d_hidden, d_weight, d_bias = _make_gradients(hidden, *_trained(ctx, weight, bias))
         for s, logits in _chunked_logits(hidden, weight, bias, ctx.chunk, ctx.slope):
             d = dlogits_(logits, labels[s], inv_t[s], log_z[s], entropy[s], d_logprob[s], d_entropy[s], ctx.slope)
             _backward(d, hidden[s], weight, d_hidden[s], d_weight, d_bias)
-        gradients = d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(weight.dtype)
-        return *gradients, *[None] * 4
+        return *(None if each is None else each.to(weight.dtype) for each in (d_hidden, d_weight, d_bias)), *[None] * 4
 
 
 class _FusedTokenLoss(torch.autograd.Function):
@@ -253,7 +264,7 @@ class _FusedTokenLoss(torch.autograd.Function):
         compiled: bool,
         slope: float | None,
     ) -> tuple[Tensor, Tensor]:
-        d_hidden, d_weight, d_bias = _make_gradients(hidden, weight, bias)
+        d_hidden, d_weight, d_bias = _make_gradients(hidden, *_trained(ctx, weight, bias))
         losses, sums = [], []
         for s, logits in _chunked_logits(hidden, weight, bias, chunk, slope):
             log_z, logprob, entropy = stats(logits, labels[s], inv_t[s])

@@ -67,6 +67,8 @@ class Shape:
     vocabulary: int
     parameters: int
     root_parameters: int  # embedding, last norm and head: of no layer
+    trained: int  # of the parameters; the others are kept in the compute type
+    trained_root: int
     experts: int = 0
     chosen: int = 1
     mixed: int = 0
@@ -78,6 +80,8 @@ class Shape:
         heads, key_value_heads, head_size = attention_heads(lm.config)
         total = sum(parameter.numel() for parameter in lm.parameters())
         in_layers = sum(parameter.numel() for parameter in lm.model.layers.parameters())
+        trained = sum(parameter.numel() for parameter in lm.parameters() if parameter.requires_grad)
+        trained_layers = sum(each.numel() for each in lm.model.layers.parameters() if each.requires_grad)
         experts, chosen, feed_forward = 0, 1, getattr(text, "intermediate_size", 0)
         for block, router, routed in moe.moe_blocks(lm)[-1:]:
             experts, chosen = routed.num_experts, moe.experts_per_token(lm)
@@ -93,6 +97,8 @@ class Shape:
             vocabulary=text.vocab_size,
             parameters=total,
             root_parameters=total - in_layers,
+            trained=trained,
+            trained_root=trained - trained_layers,
             experts=experts,
             chosen=chosen,
             mixed=max(map(recurrent.projected_width, lm.model.layers)),
@@ -110,6 +116,10 @@ class Shape:
     @property
     def layer_parameters(self) -> int:
         return (self.parameters - self.root_parameters) // self.layers
+
+    @property
+    def trained_layer(self) -> int:
+        return (self.trained - self.trained_root) // self.layers
 
 
 @dataclass(frozen=True)
@@ -205,15 +215,17 @@ def kept_bytes(shape: Shape, job: Job, level: "Recompute") -> int:
 def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
     """Bytes at the moments of a step at which they may peak, later than the first step's first micro-batch."""
     s, size, tokens = shape, job.itemsize, job.tokens
+    frozen = s.parameters - s.trained
     held = {
-        "fp32 weights": 4 * s.parameters // job.shards,
-        "gradients": 4 * s.parameters // job.shards,
-        "optimizer states": int(job.state_bytes * s.parameters) // job.shards,
+        "fp32 weights": 4 * s.trained // job.shards,
+        "frozen weights": size * frozen // job.shards,
+        "gradients": 4 * s.trained // job.shards,
+        "optimizer states": int(job.state_bytes * s.trained) // job.shards,
         "published weights": int(job.published_bytes * s.parameters) // job.shards,
-        # Those that stay: weights that are freed come and go around their use.
-        "gathered weights": 0 if settings.reshard else size * s.parameters,
+        # Those that stay: weights that are freed come and go around their use. A single rank has frozen ones already.
+        "gathered weights": 0 if settings.reshard else size * (s.trained if job.ranks == 1 else s.parameters),
     }
-    hidden, weight = tokens * s.hidden * size, s.vocabulary * s.hidden
+    hidden, weight = tokens * s.hidden * size, s.vocabulary * s.hidden if s.trained_root else 0
     kept = {level: kept_bytes(s, job, level) for level in set(settings.levels)}
     summed = 4 if job.ranks == 1 else 8  # float32, before and after; a single rank's are the same
 
@@ -232,7 +244,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
             "weights of embedding and head": size * s.root_parameters if settings.reshard else 0,
         },
         "the head's gradient": {"activations": everything, "head": 3 * hidden + (4 + size) * weight},
-        "the reduction of embedding and head": {"reduction": (size + summed) * s.root_parameters},
+        "the reduction of embedding and head": {"reduction": (size + summed) * s.trained_root},
     }
     plain = kept_bytes(s, job, "none")
     done = 0
@@ -242,7 +254,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
             "activations": on_gpu(done),
             "head": size * weight,
             "block in backward": plain - kept[level] + 2 * hidden + 4 * tokens * s.query,  # dq is summed in float32
-            "reduction": (size + summed) * s.layer_parameters,
+            "reduction": (size + summed) * s.trained_layer,
             # this block's, those of the next one, and what they are gathered into
             "weights of blocks": 3 * size * s.layer_parameters if settings.reshard else 0,
         }

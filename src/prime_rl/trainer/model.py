@@ -1,9 +1,10 @@
 """The policy: a Hugging Face causal language model under FSDP2 or, on one rank, a SingleRankUnit, with our attention
 and head.
 
-Order of construction: meta device → activation checkpointing → per-block compile → fully_shard → allocation → each
-rank loads its rows. Master weights are float32; `auto` computes in bfloat16 on CUDA, float32 on CPU. One rank that
-need not reshard goes without FSDP, whose per-layer hooks and copies would delay the host.
+Order of construction: meta device → adapters → activation checkpointing → per-block compile → fully_shard → allocation
+→ each rank loads its rows. Master weights are float32; frozen ones, under adapters, are of the type that is computed
+in: `auto` is bfloat16 on CUDA, float32 on CPU. One rank that need not reshard goes without FSDP, whose per-layer hooks
+and copies would delay the host.
 """
 
 import math
@@ -23,6 +24,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from prime_rl.errors import UserError, one_line, user_errors
 from prime_rl.trainer import attention, moe, recurrent, recurrent_kernels, routing
+from prime_rl.trainer import lora as adapters
 from prime_rl.trainer.activations import checkpoint_layers, offload_layers, wide_products
 from prime_rl.trainer.attention_needs import examine
 from prime_rl.trainer.lm_head import HeadForm, TokenLoss, fused_token_loss, logprob_entropy
@@ -34,7 +36,7 @@ from prime_rl.trainer.parameters import initialize_buffers, load_weights, random
 from prime_rl.trainer.source import Source, without_dropout
 
 if TYPE_CHECKING:
-    from prime_rl.config.trainer import OptimConfig, TrainerModel
+    from prime_rl.config.trainer import LoRAConfig, OptimConfig, TrainerModel
 
 
 class SingleRankUnit:
@@ -269,6 +271,7 @@ def build_policy(
     tokens: int | None = None,
     optim: "OptimConfig | None" = None,
     published: Callable[[int], float] | None = None,
+    lora: "LoRAConfig | None" = None,
 ) -> Policy:
     """Build the sharded policy and give every parameter its value.
 
@@ -276,6 +279,7 @@ def build_policy(
         tokens: Maximum per micro-batch, for which GPU memory is planned (None: nothing is planned).
         optim: The optimizer that will be built, whose states are counted (None: AdamW).
         published: Bytes per parameter of weights published from this GPU (`weight_publisher.published_bytes`).
+        lora: The adapters that are trained in place of the weights. They are new: `lora.load_adapter` comes later.
 
     Raises:
         UserError: the backend is absent, the architecture or its head is not one we can train, or the files do not fit
@@ -304,11 +308,15 @@ def build_policy(
     moe.set_up(lm, source.name)
     kept = attention.set_up(config.attention, examine(lm, source.name, tokens, mixers), dtype, world)
     lm.set_attn_implementation(attention.NAME)
+    if lora is not None:
+        adapters.add_adapters(lm, lora, source.name, dtype)
     routing.set_up_balance(lm, moe.moe_blocks(lm), config, world.device)
     memory = plan_memory(config, lm, world, itemsize=dtype.itemsize, tokens=tokens, optim=optim, published=published)
     settings = memory.settings
     kept |= routing.KEPT | recurrent_kernels.KEPT
-    blocks = checkpoint_layers(lm.model.layers, settings.levels, kept, wide_products(source.config))
+    draws = lora is not None and lora.dropout > 0
+    wide = wide_products(source.config)
+    blocks = checkpoint_layers(lm.model.layers, settings.levels, kept, wide, draws=draws)
     apart = lm.model.layers, lm.get_input_embeddings()  # the rest is the norm before the head
     others = [each for each in lm.model.children() if each not in apart and any(True for _ in each.parameters())]
     # Mixers that take one document at a time are no graphs; what multiplies by matrices around them is, part by part.
@@ -332,6 +340,7 @@ def build_policy(
     else:
         directory = source.directory
         agree(world, lambda: load_weights(policy, directory, world))
+    adapters.initialize(policy, world, seed)
     return policy
 
 

@@ -35,6 +35,7 @@ def set_up(lm: PreTrainedModel, name: str) -> None:
         ALL_EXPERTS_FUNCTIONS.register("prime_rl_grouped", mix)
         lm.set_experts_implementation("prime_rl_grouped")
     for block, router, experts in blocks:
+        experts.lora = None  # `lora.ExpertsLoRA`, if they have adapters
         block.eval()  # no jitter, no sampling of experts
         if runs_all(experts):  # they are passed tokens times the router's weights
             logger.warning("{}: all experts compute every token, which is slow", type(experts).__name__)
@@ -87,7 +88,12 @@ def mix(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weight_TK: Tensor) -
     place_TK = torch.empty_like(place_S).scatter_(0, order_S, place_S).view(tokens, k)
 
     first = "gate_up_proj" if experts.has_gate else "up_proj"
-    rows_SJ = grouped_linear(spread(hidden_TH, place_TK), getattr(experts, first), end_E, experts.is_transposed)
+    weights, lora, spread_SH = (getattr(experts, first), experts.down_proj), experts.lora, spread(hidden_TH, place_TK)
+    if lora is not None and lora.merged is not None:
+        weights, lora = lora.merged_weights(), None
+    rows_SJ = grouped_linear(spread_SH, weights[0], end_E, experts.is_transposed)
+    if lora is not None:
+        rows_SJ = rows_SJ + lora.gate_up(spread_SH, end_E)
     if experts.has_bias:
         rows_SJ = rows_SJ + getattr(experts, f"{first}_bias")[sorted_S]
     weight_S1 = weight_TK.flatten().gather(0, order_S)[:, None]
@@ -97,7 +103,8 @@ def mix(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weight_TK: Tensor) -
     else:
         active_SI = (experts._apply_gate if experts.has_gate else experts.act_fn)(rows_SJ.float())
     hidden_SI = (active_SI * weight_S1).to(hidden_TH.dtype)
-    out_TH = collect(grouped_linear(hidden_SI, experts.down_proj, end_E, experts.is_transposed), place_TK)
+    out_SH = grouped_linear(hidden_SI, weights[1], end_E, experts.is_transposed)
+    out_TH = collect(out_SH if lora is None else out_SH + lora.down(hidden_SI, end_E), place_TK)
     if experts.has_bias:  # a dense product, without atomics in backward
         weight_TE = weight_TK.new_zeros(tokens, count).scatter(1, chosen_TK, weight_TK)
         out_TH = out_TH + weight_TE.to(hidden_TH.dtype) @ experts.down_proj_bias

@@ -61,6 +61,11 @@ def plain_name(name: str) -> str:
     return name.replace(_WRAPPED, "")
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a parameter or buffer of this name is part of an adapter (`lora.py`)."""
+    return ".lora_" in name
+
+
 def named_parameters(policy: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield parameters by transformers' names; a tied head only as the embedding."""
     assert isinstance(policy.lm, nn.Module)
@@ -74,7 +79,7 @@ class _NoCopy(TorchFunctionMode):
 
 
 def stored_tensors(policy: nn.Module, held: Collection[str] = ()) -> Iterator[StoredTensor]:
-    """Yield what the model's files hold, in the order of the parameters.
+    """Yield what the model's files hold, in the order of the parameters, without adapters.
 
     transformers' reverse conversion, run on meta tensors, splits the parameters. `held`: names in existing files; a
     parameter held under its transformers name stays whole. Raises UserError if a tensor is no slice of a parameter.
@@ -82,7 +87,8 @@ def stored_tensors(policy: nn.Module, held: Collection[str] = ()) -> Iterator[St
     assert isinstance(policy.lm, PreTrainedModel)
     # With routers' correction biases, which are buffers
     state: dict[str, Tensor] = policy.lm.state_dict(keep_vars=True)
-    values = {plain_name(name): value for value, name in {v: n for n, v in reversed(state.items())}.items()}
+    names = {value: name for name, value in reversed(state.items()) if not is_adapter(name)}
+    values = {plain_name(name): value for value, name in names.items()}
     wholes = {name: torch.empty(value.shape, device="meta") for name, value in values.items()}
     origins = {whole.untyped_storage()._cdata: name for name, whole in wholes.items()}
     parts: dict[str, list[StoredTensor]] = {name: [] for name in values}

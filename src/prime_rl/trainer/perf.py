@@ -32,20 +32,21 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for part, peak in _PEAKS.items() if part in name), None)
 
 
-def matmul_parameters(lm: PreTrainedModel) -> int:
+def matmul_parameters(lm: PreTrainedModel, *, trained: bool = False) -> int:
     """Count the parameters that a token is multiplied by: all matrices, the head, and the experts that it is sent to.
+    `trained`: only those that have a gradient.
 
     The embedding is looked up, but a tied head multiplies by the same matrix. Experts are kept as [experts, out, in].
     Of recurrent layers convolutions and gates count; products of their state with itself do not: no parameter.
     """
     lookup = lm.get_input_embeddings().weight
     chosen = moe.experts_per_token(lm)
+    counted = [p for p in lm.parameters() if p.requires_grad or not trained]
     whole = {parameter for mixer in recurrent.mixers(lm.model.layers) for parameter in mixer.parameters()}
-    matrices = sum(
-        p.numel() for p in lm.parameters() if (p.ndim == 2 or (p.ndim == 3 and p in whole)) and p is not lookup
-    )
-    experts = sum(p.numel() * chosen // p.shape[0] for p in lm.parameters() if p.ndim == 3 and p not in whole)
-    return matrices + experts + (lookup.numel() if lm.lm_head.weight is lookup else 0)
+    matrices = sum(p.numel() for p in counted if (p.ndim == 2 or (p.ndim == 3 and p in whole)) and p is not lookup)
+    experts = sum(p.numel() * chosen // p.shape[0] for p in counted if p.ndim == 3 and p not in whole)
+    tied = lm.lm_head.weight is lookup and (lookup.requires_grad or not trained)
+    return matrices + experts + (lookup.numel() if tied else 0)
 
 
 def attention_layers(lm: PreTrainedModel) -> int:
@@ -57,11 +58,12 @@ def attention_layers(lm: PreTrainedModel) -> int:
 def step_costs(lm: PreTrainedModel, config: PretrainedConfig) -> Costs:
     """FLOP of forward and backward over a document, with causal attention and without recomputation.
 
-    6 per matmul parameter and token; 12 · layers with attention · heads · head size per pair of tokens, of which a
-    document of n tokens has n²/2.
+    4 per matmul parameter and token, and 2 for its gradient if it is trained; 12 · layers with attention · heads ·
+    head size per pair of tokens, of which a document of n tokens has n²/2.
     """
     heads, _, size = attention_heads(config)
-    return Costs(6.0 * matmul_parameters(lm), 6.0 * attention_layers(lm) * heads * size)
+    products = 4.0 * matmul_parameters(lm) + 2.0 * matmul_parameters(lm, trained=True)
+    return Costs(products, 6.0 * attention_layers(lm) * heads * size)
 
 
 def ideal_seconds(flops: float, world: World) -> float | None:

@@ -9,29 +9,38 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import nn
 
 from prime_rl.errors import UserError
-from prime_rl.trainer import moe
+from prime_rl.trainer import lora, moe
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import Document, collate, pads_to, pinned, to_device
 from prime_rl.trainer.parallel import ToHost, World, local_part
+from prime_rl.trainer.parameters import is_adapter
 from prime_rl.transport.weights import LogprobReference, reference_tokens
 
 
 class ReferenceScorer:
     """Score the fixed prompt with the policy as it is exported. Every rank calls it, at the same point of the run.
 
-    `computed` is the dtype that the policy computes in, `exported` that of exported weights.
+    `computed` is the dtype that the policy computes in, `exported` that of exported weights, in the form `serve`
+    of an adapter (None: there are no adapters).
     """
 
     def __init__(
-        self, policy: Policy, world: World, vocabulary: int, computed: torch.dtype, exported: torch.dtype
+        self,
+        policy: Policy,
+        world: World,
+        vocabulary: int,
+        computed: torch.dtype,
+        exported: torch.dtype,
+        serve: Literal["adapter", "merged"] | None = None,
     ) -> None:
-        self._policy, self._exported = policy, exported
+        self._policy, self._exported, self._merged = policy, exported, serve == "merged"
         self._tokens = tuple(reference_tokens(vocabulary))
         ids = np.array(self._tokens)
         document = Document(ids, np.ones(len(ids), dtype=np.bool_), 1.0, np.zeros((1, len(ids)), dtype=np.float32))
@@ -40,7 +49,8 @@ class ReferenceScorer:
         routers = set(moe.router_parameters(policy))  # always computed in float32
         self._rounded = [
             parameter
-            for parameter in policy.parameters()
+            for name, parameter in policy.named_parameters()
+            if serve is None or is_adapter(name) == (serve == "adapter")
             if (torch.float32 if parameter in routers else computed).itemsize > exported.itemsize
         ]
 
@@ -53,7 +63,8 @@ class ReferenceScorer:
             compiled: Blocks may be compiled for this, too: there has been a step.
         """
         try:
-            with _blocks(compiled), self._rounding(self._rounded if as_exported else []):
+            merge = lora.merged(self._policy, self._exported if self._merged and as_exported else None)
+            with _blocks(compiled), merge, self._rounding(self._rounded if as_exported else []):
                 logprobs, _ = self._policy(self._batch)
         finally:
             # Without a backward pass the gathered weights would stay, and the next forward would use them.

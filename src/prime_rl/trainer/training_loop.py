@@ -20,6 +20,7 @@ from prime_rl.monitor.monitor import bench_table
 from prime_rl.trainer import perf, router_replay, routing
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.lm_head import TokenLoss, merge_sums
+from prime_rl.trainer.lora import load_adapter
 from prime_rl.trainer.loss import STREAMS, SequenceLoss
 from prime_rl.trainer.memory import watched
 from prime_rl.trainer.model import Policy, build_policy, compute_dtype
@@ -77,7 +78,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
             return
 
         torch.manual_seed(config.seed)
-        served = recipe.served
+        served, lora = recipe.served, config.lora
         async_level = 0 if served is None else served.async_level
         report.phase("loading the model")
         source = locate_model(config.model, world, random_weights=config.data.fake is not None)
@@ -89,10 +90,13 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         report.phase("building the model")
         published = None if served is None else partial(published_bytes, served, source, world)
         policy = build_policy(
-            source, config.model, world, config.seed, tokens=recipe.tokens, optim=config.optim, published=published
-        )
+            source, config.model, world, config.seed,
+            tokens=recipe.tokens, optim=config.optim, published=published, lora=lora,
+        )  # fmt: skip
         computed = compute_dtype(config.model.dtype, world.device)
         check_policy(policy, source.name, world, computed)
+        if lora is not None and lora.adapter is not None:
+            load_adapter(policy, lora, source, world)
         optimizer = build_optimizer(policy, config.optim)
         progress = checkpoints.load(policy, optimizer)
         start = progress.step
@@ -102,9 +106,13 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         data.start(costs, progress.samples)
 
         vocabulary = source.config.get_text_config().vocab_size
-        exported = export_dtype(config.weights.dtype, source)
+        serve = None if lora is None else lora.serve
+        adapts = (
+            serve == "adapter" and config.weights.dtype == "auto"
+        )  # what is small is exported as it is computed with
+        exported = computed if adapts else export_dtype(config.weights.dtype, source)
         # Else nobody reads the scores
-        scorer = ReferenceScorer(policy, world, vocabulary, computed, exported) if served is not None else None
+        scorer = ReferenceScorer(policy, world, vocabulary, computed, exported, serve) if served is not None else None
         versions = WeightPublisher(
             config.output_dir,
             policy,
@@ -117,6 +125,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
             memory=served is not None and uses_memory(served.weights, world),
             gpu=served is not None,
             async_level=async_level,
+            lora=lora,
             needed=checkpoints.needed,
             on_committed=lambda version, times: report.more_metrics(version - 1, times),
         )

@@ -35,10 +35,12 @@ State = dict[str, StateTensor]
 
 @torch.no_grad()
 def training_state(model: nn.Module, optimizer: ShardedOptimizer) -> State:
-    """Views of the parameters, of their optimizer states and of routers' correction biases, to be read on the host."""
+    """Views of what is trained, of its optimizer states and of routers' correction biases, to be read on the host."""
     optimizer.settle()
     state = {}
     for full_name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         name, shape = plain_name(full_name), list(parameter.shape)
         state[f"model.{name}"] = StateTensor(local_part(parameter).detach(), shape)
         for key, value in optimizer.state.get(parameter, {}).items():

@@ -17,14 +17,16 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from prime_rl.config.trainer import LoRAConfig
 from prime_rl.errors import UserError
 from prime_rl.host_memory import local_ranks
+from prime_rl.trainer.lora import adapter_tensors, adapters, peft_config
 from prime_rl.trainer.parallel import Moment, World, local_part, now, page_lock
 from prime_rl.trainer.parameters import DTYPE_NAMES, stored_tensors, write_tensors
 from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import disk_errors
 from prime_rl.transport.exchange import layout, shared_buffer, tensor_views
-from prime_rl.transport.weights import INDEX, TensorEntry, hash_tensors
+from prime_rl.transport.weights import ADAPTER_CONFIG, ADAPTER_FILE, INDEX, TensorEntry, hash_tensors
 
 DEVICE_SHARE = 1 / 8  # of the GPU's memory, most that the copy takes; a larger one lies in host memory
 FILE_BYTES = 256 << 20  # a file holds more only if one tensor does
@@ -37,16 +39,24 @@ _NOT_COPIED = {"manifest.json", INDEX}  # present if the source is a committed v
 class WeightCopy:
     """Whole tensors on rank 0: in one buffer on its GPU, if `gpu` allows, or in host memory if that share is large.
 
+    Of a policy with adapters they are the adapters, or with `lora.serve` merged the sums of weights and adapters.
+
     Attributes:
         tensors: Name, dtype and shape of each, in the order of the buffer; `ranges` in it, `size` bytes in all.
         handle: Opens the buffer for other processes on this GPU, if the driver can.
     """
 
-    def __init__(self, policy: nn.Module, world: World, dtype: torch.dtype, *, gpu: bool = False) -> None:
+    def __init__(
+        self, policy: nn.Module, world: World, dtype: torch.dtype, *, gpu: bool = False, lora: LoRAConfig | None = None
+    ) -> None:
         self.world, self.dtype, self._gpu = world, dtype, gpu
-        self.stored = list(stored_tensors(policy))
+        self._policy, self._lora = policy, lora
+        self._sums = {weight: sum_up for each in adapters(policy) for weight, sum_up in each.weights()}
+        self.is_adapter = lora is not None and lora.serve == "adapter"
+        self.stored = list(adapter_tensors(policy) if self.is_adapter else stored_tensors(policy))
         kinds = {True: DTYPE_NAMES[dtype], False: "F32"}  # buffers stay exact: they decide between experts
-        self.tensors = {t.name: TensorEntry("", kinds[t.parameter.requires_grad], t.shape, "") for t in self.stored}
+        exported = ((t, kinds[isinstance(t.parameter, nn.Parameter)]) for t in self.stored)
+        self.tensors = {t.name: TensorEntry("", kind, t.shape, "") for t, kind in exported}
         self.ranges, self.size = layout(self.tensors)
         self.buffer = torch.empty(0, dtype=torch.uint8)  # stays empty on the other ranks
         self.handle: str | None = None
@@ -80,7 +90,10 @@ class WeightCopy:
         if self.world.writes:  # the others hold replicas of the same rows
             for _, group in groupby(self.stored, key=lambda tensor: id(tensor.parameter)):
                 tensors = list(group)
-                whole = self._whole(tensors[0].parameter)
+                parameter = tensors[0].parameter
+                whole = self._whole(parameter)
+                if not self.is_adapter and parameter in self._sums:
+                    whole = self._sums[parameter](whole, self._whole)
                 for tensor in tensors if self.world.is_main else ():
                     views[tensor.name].copy_(whole[tensor.index], non_blocking=True)
         return began, now(self.world.device)
@@ -88,7 +101,7 @@ class WeightCopy:
     def _whole(self, parameter: Tensor) -> Tensor:
         if not isinstance(parameter, DTensor) or self.world.shards == 1:
             return local_part(parameter).detach()
-        cast: Any = parameter.to(self.dtype)  # before it travels
+        cast: Any = parameter if self._sums else parameter.to(self.dtype)  # before it travels, unless it is summed up
         return cast.full_tensor()
 
     def to_host(self) -> Tensor:
@@ -105,8 +118,13 @@ class WeightCopy:
 
         The files are read back, to see what has arrived. Raises UserError if the disk is full.
         """
-        copy_model_files(source, directory, self.dtype)
-        tensors, views = tensors_by_file(self.ranges), dict(tensor_views(host, self.tensors))
+        views = dict(tensor_views(host, self.tensors))
+        tensors = {ADAPTER_FILE: list(self.tensors)} if self.is_adapter else tensors_by_file(self.ranges)
+        if self.is_adapter:
+            with disk_errors(directory):
+                (directory / ADAPTER_CONFIG).write_text(json.dumps(self.adapter_config(source), indent=2) + "\n")
+        else:
+            copy_model_files(source, directory, self.dtype)
 
         def write(file: str) -> dict[str, TensorEntry]:
             path = directory / file
@@ -125,6 +143,11 @@ class WeightCopy:
             with disk_errors(directory):
                 (directory / INDEX).write_text(json.dumps(index, indent=1) + "\n")
         return hashed
+
+    def adapter_config(self, source: Source) -> dict[str, Any]:
+        """Return PEFT's description of the adapters."""
+        assert self._lora is not None
+        return peft_config(self._policy, self._lora, source.name)
 
 
 def on_device(size: int, device: torch.device) -> bool:

@@ -1,19 +1,21 @@
 """Policy versions of a run: published to servers beside the loop, and committed under `weights/step_v`.
 
-`filesystem`: a Hugging Face directory that transformers and vLLM load. `memory`: only a manifest; the tensors come from
-the trainer's memory (`transport/exchange.py`), and versions that must be durable are written to files afterwards.
+`filesystem`: a Hugging Face directory that transformers and vLLM load, or PEFT's of an adapter. `memory`: only a
+manifest; the tensors come from the trainer's memory (`transport/exchange.py`), and versions that must be durable are
+written to files afterwards.
 """
 
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from loguru import logger
 from torch import Tensor
 
-from prime_rl.config.trainer import TrainerConfig, WeightsConfig
+from prime_rl.config.trainer import LoRAConfig, TrainerConfig, WeightsConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import Moment, World, agree, background_world, gather, on_main, seconds
@@ -25,10 +27,13 @@ from prime_rl.transport.commit import CommitError, Stage, clean_stages, list_ste
 from prime_rl.transport.exchange import Publisher, checksums, own_address
 from prime_rl.transport.protocol import prunable, superseded_versions
 from prime_rl.transport.weights import (
+    AdapterDescription,
     LogprobReference,
     file_hashes,
+    hash_directory,
     make_durable,
     manifest_extra,
+    version_hash,
     weights_manifest,
     write_base_version,
 )
@@ -47,6 +52,7 @@ def write_version(
     version: int,
     incarnation: int,
     reference: LogprobReference | None = None,
+    adapter: AdapterDescription | None = None,
 ) -> Times:
     """Commit a finished copy as `final`, with config and tokenizer of the source. Only rank 0 calls it.
 
@@ -59,7 +65,7 @@ def write_version(
     with Stage(final) as stage:
         tensors = copies.write_files(host, source, stage.path)
         wrote = time.perf_counter()
-        extra = manifest_extra(version, incarnation, tensors, reference=reference)
+        extra = manifest_extra(version, incarnation, tensors, reference=reference, adapter=adapter)
         stage.commit(step=version, producer="trainer", extra=extra, hashes=file_hashes(tensors))
     return {"host": copied - began, "write": wrote - copied, "commit": time.perf_counter() - wrote}
 
@@ -78,6 +84,7 @@ class WeightPublisher:
         memory: Publish from memory (else every version is written to files).
         gpu: The copy of the weights may take memory of the GPU.
         async_level: Versions behind the newest that are still sampled from.
+        lora: The adapters that are trained (None: all weights).
         needed: Returns the checkpoints whose versions stay. Called by a thread.
         on_committed: Called in the loop's thread with each committed version and the seconds of its parts
             (`time/export_*`), of the loop's waiting (`time/export`) and of scoring (`time/logprob_check`).
@@ -97,6 +104,7 @@ class WeightPublisher:
         memory: bool = False,
         gpu: bool = False,
         async_level: int = 0,
+        lora: LoRAConfig | None = None,
         needed: Callable[[], Collection[int]] = lambda: (),
         on_committed: Callable[[int, Times], None] = lambda version, times: None,
     ) -> None:
@@ -105,7 +113,9 @@ class WeightPublisher:
         self.config, self.memory, self.async_level = weights or WeightsConfig(), memory, async_level
         self.incarnation, self._start = 0, 0
         self._needed, self._on_committed, self._scorer = needed, on_committed, scorer
-        self._copies = WeightCopy(policy, world, dtype, gpu=gpu)
+        self._copies = WeightCopy(policy, world, dtype, gpu=gpu, lora=lora)
+        self._from_adapter = lora is not None and lora.adapter is not None
+        self._adapter: AdapterDescription | None = None  # of rank 0
         self._copied: tuple[Moment, Moment] = 0.0, 0.0  # when the copy of `_version` begins and ends
         self._version = 0
         self._publisher: Publisher | None = None  # of rank 0
@@ -126,10 +136,13 @@ class WeightPublisher:
         """
         self._start = start
         # Only a policy that is not trained yet is the base model.
-        scored = None if self._scorer is None or start > 0 else self._scorer.score(as_exported=False)
+        trained = start > 0 or self._from_adapter
+        scored = None if self._scorer is None or trained else self._scorer.score(as_exported=False)
         reference = None if scored is None else agree(self.world, scored)
         self.incarnation, base = on_main(self.world, lambda: self._open(start, reference))
         self._committer.submit("memory for the weights", lambda: on_main(self._background, self._prepare))
+        if self._from_adapter and base is not None:
+            self.ensure(0, durable=True)  # servers begin with it
         return self.incarnation, base
 
     def ensure(self, version: int, *, durable: bool = False) -> None:
@@ -228,7 +241,8 @@ class WeightPublisher:
             times = on_main(world, lambda: self._offer(final, version, durable, reference))
         else:
             files, own = (self._copies, self.source, final), self.incarnation
-            times = on_main(world, lambda: write_version(*files, version=version, incarnation=own, reference=reference))
+            write = partial(write_version, *files, version=version, incarnation=own)
+            times = on_main(world, lambda: write(reference=reference, adapter=self._adapter))
         if all(subject != _REMOVAL or future.done() for subject, future in self._disk.tasks):
             self._submit_prune()
         return {f"time/export_{part}": spent for part, spent in {"copy": copy_seconds, **times}.items()}
@@ -242,7 +256,8 @@ class WeightPublisher:
             sums = checksums(copies.buffer, copies.ranges)
         summed = time.perf_counter()
         tensors = {name: replace(entry, checksum=sums[name]) for name, entry in copies.tensors.items()}
-        extra = manifest_extra(version, self.incarnation, tensors, reference=reference, publisher=publisher.address())
+        make = partial(manifest_extra, version, self.incarnation, tensors, publisher=publisher.address())
+        extra = make(reference=reference, adapter=self._adapter)
         with Stage(final) as stage:
             publisher.offer(version, self.incarnation, extra["hash"], copies.size)
             stage.commit(step=version, producer="trainer", extra=extra)
@@ -283,7 +298,14 @@ class WeightPublisher:
         self.root.mkdir(parents=True, exist_ok=True)
         clean_stages(self.root)
         directory = self.source.directory
-        base = None if directory is None else write_base_version(self.root, directory, reference).hash
+        if directory is None:
+            base = None
+        elif self._from_adapter:  # which becomes version 0
+            base = version_hash(hash_directory(directory))
+        else:
+            base = write_base_version(self.root, directory, reference).hash
+        if self._copies.is_adapter:
+            self._adapter = AdapterDescription(base or "", self._copies.adapter_config(self.source))
         incarnation = incarnations.open_incarnation(self.output_dir, start)
         versions, opened = incarnations.read_versions(self.root), incarnations.read_incarnations(self.output_dir)
         for version in superseded_versions(versions, opened):
@@ -323,6 +345,8 @@ def published_bytes(config: TrainerConfig, source: Source, world: World, paramet
     A server that shares the GPU takes twice as much again for its own copy, which it wants to find free
     (`inference.staging`).
     """
+    if config.lora is not None and config.lora.serve == "adapter":
+        return 0.0  # next to nothing
     itemsize = export_dtype(config.weights.dtype, source).itemsize
     if not on_device(parameters * itemsize, world.device):
         return 0.0

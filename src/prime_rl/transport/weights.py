@@ -3,7 +3,7 @@
 A durable version is a Hugging Face directory whose manifest holds a hash of every tensor (`hash_of_chunks`). A version
 that is published from the trainer's memory (`exchange.py`) is a manifest with a checksum of every tensor. One hash over
 all tensors identifies a version wherever it is served. Version 0 is the base model: a manifest with its hashes and its
-path. Nothing here imports torch.
+path. A version may also be an adapter (LoRA) beside the base model, in PEFT's format. Nothing here imports torch.
 """
 
 import json
@@ -20,11 +20,13 @@ import xxhash
 from pydantic import FiniteFloat, TypeAdapter
 
 from prime_rl import faults
+from prime_rl.errors import UserError, user_errors
 from prime_rl.transport import commit
 from prime_rl.transport.commit import CommitError, Manifest, disk_errors, hash_file, read_manifest
 
 INDEX = "model.safetensors.index.json"  # if there are several files: which holds which tensor
 HASH_CHUNK_BYTES = 8 << 20  # part of every manifest: other chunks give other hashes
+ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
 REFERENCE_TOKENS = 64  # of the fixed prompt
 
 
@@ -70,6 +72,14 @@ class PublisherAddress:
 
 
 @dataclass(frozen=True)
+class AdapterDescription:
+    """What an adapter is beside: the hash of the base model; and its adapter_config.json."""
+
+    base: str
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class WeightsManifest:
     """A version's identity."""
 
@@ -81,6 +91,12 @@ class WeightsManifest:
     directory: Path
     reference: LogprobReference | None = None  # None if the trainer scored none
     publisher: PublisherAddress | None = None  # who holds the tensors; None if files hold them
+    adapter: AdapterDescription | None = None  # None: full weights
+
+    @property
+    def base_hash(self) -> str:
+        """Of version 0: the hash of the base model."""
+        return self.hash if self.adapter is None else self.adapter.base
 
     @property
     def files(self) -> Path:
@@ -127,11 +143,13 @@ def manifest_extra(
     base: str | None = None,
     reference: LogprobReference | None = None,
     publisher: PublisherAddress | None = None,
+    adapter: AdapterDescription | None = None,
 ) -> dict[str, Any]:
     """Return the `extra` of a version's manifest."""
     return {
         "reference": None if reference is None else asdict(reference),
         "publisher": None if publisher is None else asdict(publisher),
+        "adapter": None if adapter is None else asdict(adapter),
         "version": version,
         "incarnation": incarnation,
         "hash": version_hash(tensors),
@@ -154,6 +172,25 @@ def weights_manifest(directory: Path, committed: Manifest | None = None) -> Weig
     except (ValueError, AttributeError) as error:
         raise CommitError(f"{directory} is committed, but not as a version of weights ({error})") from error
     return manifest
+
+
+def read_adapter_config(directory: Path, rank: int, alpha: float) -> dict[str, Any]:
+    """Read an adapter's adapter_config.json, of PEFT's or ours.
+
+    Raises UserError if it is none, of a kind that is not trained here, or has another rank or alpha.
+    """
+    path = directory / ADAPTER_CONFIG
+    with user_errors(f"lora.adapter: {path} cannot be read", OSError, ValueError):
+        config = dict(json.loads(path.read_text(encoding="utf-8")))
+    plain = {"peft_type": "LORA", "bias": "none"}
+    for key, value in config.items():
+        unlike = value != plain[key] if key in plain else value and (key.startswith("use_") or key.endswith("_pattern"))
+        if unlike:
+            raise UserError(f"lora.adapter: {path} has {key} = {value}, which is not supported")
+    for option, key, ours in (("rank", "r", rank), ("alpha", "lora_alpha", alpha)):
+        if config.get(key) != ours:
+            raise UserError(f"lora.adapter: {path} has {key} = {config.get(key)}, not {ours:g}: give --lora.{option}")
+    return config
 
 
 # ---- verification

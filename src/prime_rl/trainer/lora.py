@@ -1,0 +1,327 @@
+"""LoRA (Hu et al. 2021): a model's weights stay as they are; what is trained are products of thin matrices beside them.
+
+A layer with an adapter computes y = x Wᵀ + (alpha / rank) (x Aᵀ) Bᵀ. A is random and B zero at first, so that training
+begins with the model itself. W is kept in the type that is computed in; A and B are float32 masters. Files are PEFT's.
+Letters: S rows, I and O widths of a layer, R rank, E experts.
+"""
+
+import difflib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import _default_apply_gate
+
+from prime_rl.errors import UserError, user_errors
+from prime_rl.trainer import moe
+from prime_rl.trainer.parallel import World, agree, on_main
+from prime_rl.trainer.parameters import StoredTensor, is_adapter, named_parameters, stored_tensors
+from prime_rl.trainer.source import Source
+from prime_rl.transport.commit import MANIFEST
+from prime_rl.transport.weights import (
+    ADAPTER_FILE,
+    hash_directory,
+    read_adapter_config,
+    version_hash,
+    weights_manifest,
+)
+
+if TYPE_CHECKING:
+    from prime_rl.config.trainer import LoRAConfig
+
+_PREFIX = "base_model.model."  # of names in PEFT's files
+_EXPERT_RANKS = 8  # grouped matrix products on a GPU read rows in units of 16 bytes
+_ALL = "all-linear"
+
+Whole = Callable[[Tensor], Tensor]
+"""Gathers a parameter from all ranks."""
+
+
+class _Adapter(nn.Module):
+    """What adapters of linear layers and of experts have in common."""
+
+    scale: float
+    dropout: float
+    merged: torch.dtype | None = None  # compute as an engine does that was given the sum of both in this type
+
+    def set_up(self, config: "LoRAConfig") -> None:
+        self.scale, self.dropout = config.alpha / config.rank, config.dropout
+
+    def drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout) if self.dropout and torch.is_grad_enabled() else x
+
+    def sum_up(self, weight: Tensor, b: Tensor, a: Tensor) -> Tensor:
+        """Return the sum of a weight [..., O, I] and its adapter, in float32."""
+        return weight.float() + self.scale * (b.float() @ a.float())
+
+    def rounded(self, weight: Tensor, b: Tensor, a: Tensor) -> Tensor:
+        """Return that sum as it is exported, in the type of the weight."""
+        assert self.merged is not None
+        return self.sum_up(weight, b, a).to(self.merged).to(weight.dtype)
+
+    def weights(self) -> Iterator[tuple[Tensor, Callable[[Tensor, Whole], Tensor]]]:
+        """Yield each weight with an adapter, and what sums it up once it is whole."""
+        raise NotImplementedError
+
+
+class LoRALinear(nn.Linear, _Adapter):
+    """A frozen linear layer and its adapter, on the meta device."""
+
+    def __init__(self, linear: nn.Linear, config: "LoRAConfig") -> None:
+        width, out = linear.in_features, linear.out_features
+        super().__init__(width, out, bias=linear.bias is not None, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.lora_A = nn.Linear(width, config.rank, bias=False, device="meta")
+        self.lora_B = nn.Linear(config.rank, out, bias=False, device="meta")
+        self.set_up(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a_RI, b_OR = self.lora_A.weight, self.lora_B.weight
+        if self.merged is not None:
+            return F.linear(x, self.rounded(self.weight, b_OR, a_RI), self.bias)
+        out = F.linear(x, self.weight, self.bias)
+        low_SR = F.linear(self.drop(x), a_RI).flatten(0, -2)
+        return torch.addmm(out.flatten(0, -2), low_SR, b_OR.t(), alpha=self.scale).view(out.shape)
+
+    def weights(self) -> Iterator[tuple[Tensor, Callable[[Tensor, Whole], Tensor]]]:
+        b_OR, a_RI = self.lora_B.weight, self.lora_A.weight
+        yield self.weight, lambda weight, whole: self.sum_up(weight, whole(b_OR), whole(a_RI))
+
+
+class ExpertsLoRA(_Adapter):
+    """The adapters of a block's experts, on the meta device. Those of gate and up projection share one A."""
+
+    lora_A: nn.Parameter  # [E, 2 · R, I]
+    lora_gate_B: nn.Parameter  # [E, O, R]
+    lora_up_B: nn.Parameter
+    lora_down_A: nn.Parameter  # [E, R, I]
+    lora_down_B: nn.Parameter  # [E, O, R]
+
+    def __init__(self, experts: Any, config: "LoRAConfig") -> None:
+        super().__init__()
+        (count, both, hidden), rank = experts.gate_up_proj.shape, config.rank
+        shapes = {
+            "lora_A": (2 * rank, hidden),
+            "lora_gate_B": (both // 2, rank),
+            "lora_up_B": (both // 2, rank),
+            "lora_down_A": (rank, both // 2),
+            "lora_down_B": (hidden, rank),
+        }
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(count, *shape, device="meta")))
+        self._experts = [experts]  # no submodule of its own adapter
+        self.set_up(config)
+
+    def gate_up(self, rows_SI: Tensor, end_E: Tensor) -> Tensor:
+        """Return what the adapters add to gate and up [S, 2 · O], of rows that are sorted by expert."""
+        low_SR = moe.grouped_linear(self.drop(rows_SI), self.lora_A, end_E, False)
+        halves = zip(low_SR.chunk(2, -1), (self.lora_gate_B, self.lora_up_B), strict=True)
+        return self.scale * torch.cat([moe.grouped_linear(low, b, end_E, False) for low, b in halves], -1)
+
+    def down(self, rows_SI: Tensor, end_E: Tensor) -> Tensor:
+        """Return what the adapters add to the down projection [S, O]."""
+        low_SR = moe.grouped_linear(self.drop(rows_SI), self.lora_down_A, end_E, False)
+        return self.scale * moe.grouped_linear(low_SR, self.lora_down_B, end_E, False)
+
+    def merged_weights(self) -> tuple[Tensor, Tensor]:
+        """Return gate-and-up and down projection as they are exported."""
+        (experts,) = self._experts
+        first, second = (
+            self.rounded(w, *pair)
+            for w, pair in zip(
+                experts.gate_up_proj.chunk(2, 1), self._gate_up(lambda parameter: parameter), strict=True
+            )
+        )
+        down = self.rounded(experts.down_proj, self.lora_down_B, self.lora_down_A)
+        return torch.cat([first, second], 1), down
+
+    def _gate_up(self, whole: Whole) -> list[tuple[Tensor, Tensor]]:
+        a_gate, a_up = whole(self.lora_A).chunk(2, 1)
+        return [(whole(self.lora_gate_B), a_gate), (whole(self.lora_up_B), a_up)]
+
+    def weights(self) -> Iterator[tuple[Tensor, Callable[[Tensor, Whole], Tensor]]]:
+        (experts,) = self._experts
+
+        def gate_up(weight: Tensor, whole: Whole) -> Tensor:
+            halves = zip(weight.chunk(2, 1), self._gate_up(whole), strict=True)
+            return torch.cat([self.sum_up(half, b, a) for half, (b, a) in halves], 1)
+
+        b, a = self.lora_down_B, self.lora_down_A
+        yield experts.gate_up_proj, gate_up
+        yield experts.down_proj, lambda weight, whole: self.sum_up(weight, whole(b), whole(a))
+
+
+# ---- a model's adapters
+
+
+def add_adapters(lm: PreTrainedModel, config: "LoRAConfig", name: str, dtype: torch.dtype) -> None:
+    """Freeze a model on the meta device, its weights in `dtype` (routers stay float32), and add what is trained.
+
+    Raises UserError if a module does not exist, or cannot have an adapter.
+    """
+    routers = set(moe.router_parameters(lm))
+    for parameter in lm.parameters():
+        parameter.requires_grad_(False)
+        if parameter not in routers:
+            parameter.data = parameter.data.to(dtype)
+    linear = {
+        path: module
+        for path, module in lm.model.layers.named_modules(prefix="model.layers")
+        if type(module) is nn.Linear and module.weight not in routers
+    }
+    targets = linear if config.target_modules == _ALL else _named(linear, config.target_modules, "target_modules", name)
+    for path in targets:
+        lm.set_submodule(path, LoRALinear(linear[path], config))
+    blocks = moe.moe_blocks(lm) if config.experts else []
+    for _, _, experts in blocks:
+        gated = type(experts)._apply_gate is _default_apply_gate if getattr(experts, "has_gate", False) else False
+        if not gated or experts.is_transposed or experts.has_bias:
+            raise UserError(
+                f"lora.experts: the experts of model {name} ({type(experts).__name__}) can have no adapters"
+            )
+        experts.lora = ExpertsLoRA(experts, config)
+    if config.experts and (not blocks or config.rank % _EXPERT_RANKS):
+        why = f"needs a rank that is a multiple of {_EXPERT_RANKS}" if blocks else f"model {name} has no experts"
+        raise UserError(f"lora.experts: {why}")
+    modules = {
+        path: module for path, module in lm.named_modules() if any(True for _ in module.parameters(recurse=False))
+    }
+    for path in _named(modules, config.modules_to_save, "modules_to_save", name):
+        for parameter in modules[path].parameters(recurse=False):
+            parameter.requires_grad_(True)
+            parameter.data = parameter.data.float()
+
+
+def _named(modules: Mapping[str, nn.Module], names: Sequence[str], option: str, model: str) -> list[str]:
+    """Return the paths of modules that are named by path or by its last parts. Raises UserError if there is none."""
+    chosen: list[str] = []
+    for name in names:
+        paths = [path for path in modules if path == name or path.endswith(f".{name}")]
+        if not paths:
+            last = sorted({path.rpartition(".")[2] for path in modules})
+            near = difflib.get_close_matches(name, last, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(last)}"
+            raise UserError(f"lora.{option}: model {model} has no module {name} that can be named there; {hint}")
+        chosen += paths
+    return chosen
+
+
+def adapters(policy: nn.Module) -> list[_Adapter]:
+    return [module for module in policy.modules() if isinstance(module, _Adapter)]
+
+
+@contextmanager
+def merged(policy: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Compute meanwhile with merged weights that are rounded to `dtype` (None: with the adapters as they are)."""
+    for adapter in adapters(policy):
+        adapter.merged = dtype
+    try:
+        yield
+    finally:
+        for adapter in adapters(policy):
+            adapter.merged = None
+
+
+# ---- values and files
+
+
+def adapter_tensors(policy: nn.Module) -> Iterator[StoredTensor]:
+    """Yield what PEFT's file holds of a policy: its adapters, an expert's each for itself, and whole modules."""
+    for name, parameter in named_parameters(policy):
+        if not is_adapter(name):
+            continue
+        if parameter.ndim == 2:
+            yield StoredTensor(_PREFIX + name, list(parameter.shape), parameter)
+            continue
+        path, _, kind = name.rpartition(".lora.lora_")
+        letter, rows = kind[-1], parameter.shape[1]
+        parts = {"A": ["gate_proj", "up_proj"]}.get(kind, [f"{kind[:-2]}_proj"])
+        for expert in range(len(parameter)):
+            for number, part in enumerate(parts):
+                rows_of = slice(number * rows // len(parts), (number + 1) * rows // len(parts))
+                shape = [rows // len(parts), parameter.shape[2]]
+                full = f"{_PREFIX}{path}.{expert}.{part}.lora_{letter}.weight"
+                yield StoredTensor(full, shape, parameter, (expert, rows_of))
+    for tensor in stored_tensors(policy):
+        if tensor.parameter.requires_grad:
+            yield StoredTensor(_PREFIX + tensor.name, tensor.shape, tensor.parameter, tensor.index)
+
+
+@torch.no_grad()
+def initialize(policy: nn.Module, world: World, seed: int) -> None:
+    """Fill A with uniform(-1, 1) / √I, as PEFT does, and B with zeros, alike for any number of ranks and any device."""
+    draw = torch.Generator()
+    for tensor in adapter_tensors(policy):
+        if not is_adapter(tensor.name):
+            continue
+        local, start = tensor.local(world)
+        local.zero_()
+        if tensor.name.endswith("lora_A.weight") and local.numel():
+            draw.manual_seed(seed * 1_000_003 + zlib.crc32(tensor.name.encode()))
+            full = torch.empty(tensor.shape).uniform_(-1, 1, generator=draw) / tensor.shape[-1] ** 0.5
+            local.copy_(full[start : start + local.shape[0]])
+
+
+def load_adapter(policy: nn.Module, config: "LoRAConfig", source: Source, world: World) -> None:
+    """Read the adapter that training starts from. Every rank calls it.
+
+    Raises UserError unless it is one of this base model, with the rank, alpha and modules of `config`.
+    """
+    directory = config.adapter
+    assert directory is not None
+
+    def check() -> None:
+        read_adapter_config(directory, config.rank, config.alpha)
+        described = weights_manifest(directory).adapter if (directory / MANIFEST).is_file() else None
+        if described is None or source.directory is None:
+            return
+        if described.base != version_hash(hash_directory(source.directory)):
+            raise UserError(f"lora.adapter: {directory} is an adapter of another base model than {source.name}")
+
+    on_main(world, check)
+    agree(world, lambda: _read_adapter(policy, directory, world))
+
+
+@torch.no_grad()
+def _read_adapter(policy: nn.Module, directory: Path, world: World) -> None:
+    """Read this rank's rows."""
+    path, tensors = directory / ADAPTER_FILE, {tensor.name: tensor for tensor in adapter_tensors(policy)}
+    with user_errors(f"{path} is damaged or unreadable", SafetensorError, OSError), safe_open(path, "pt") as file:
+        if different := sorted(tensors.keys() ^ {*file.keys()}):
+            what = "has no" if different[0] in tensors else "has a"
+            raise UserError(
+                f"lora.adapter: {path} {what} tensor {different[0]}: give the lora.target_modules, lora.experts and "
+                "lora.modules_to_save that it was made with"
+            )
+        for name, tensor in tensors.items():
+            local, start = tensor.local(world)
+            stored = file.get_slice(name)
+            if (shape := list(stored.get_shape())) != tensor.shape:
+                raise UserError(f"lora.adapter: {name} has shape {shape}, not {tensor.shape}: of another base model?")
+            if local.numel():
+                local.copy_(stored[start : start + local.shape[0]])
+
+
+def peft_config(policy: nn.Module, config: "LoRAConfig", model: str) -> dict[str, Any]:
+    """Return the adapter_config.json of a policy's adapters beside the model of this name."""
+    names = {tensor.name.split(".")[-3] for tensor in adapter_tensors(policy) if is_adapter(tensor.name)}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "target_modules": sorted(names),
+        "modules_to_save": config.modules_to_save or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
