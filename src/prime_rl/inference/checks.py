@@ -16,10 +16,11 @@ from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference.compat import Engine, why_no_choices
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.weights import INDEX, no_tensors_message, read_header
+from prime_rl.transport.weights import INDEX, TensorRange, no_tensors_message, read_header
 
 _GIB = 1 << 30
 _HUB_SECONDS = 10.0
+_USUAL_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _TINY_GIB, _TINY_CACHE_GIB = 0.1, 4.0
 
 
@@ -99,6 +100,18 @@ def check_hub(name: str, revision: str | None = None) -> None:
 def _indexed(model: Path) -> set[str]:
     """The files that a model's index lists; none without an index."""
     return set(read_json(model / INDEX).get("weight_map", {}).values()) if (model / INDEX).is_file() else set()
+
+
+def adapted_modules(name: str, *, experts: bool) -> list[str]:
+    """Return the layers that adapters may be for, by the last parts of their names in the model's files: not the head,
+    where vLLM would compute one for every token. `experts`: whether vLLM can serve adapters of experts here."""
+    directory, tensors = model_directory(name), dict[str, TensorRange]()
+    for file in [] if directory is None else directory.glob("*.safetensors"):
+        tensors |= read_header(file)
+    names = [name for name, (entry, _, _) in tensors.items() if ".layers." in name and len(entry.shape) == 2]
+    modules = {name.split(".")[-2] for name in names if ".experts." not in name} or {*_USUAL_LAYERS}
+    has_experts = any(".experts." in name for name in names) or not tensors
+    return sorted({*modules, "experts"} if experts and has_experts else modules)
 
 
 def is_recurrent(model: Path) -> bool:

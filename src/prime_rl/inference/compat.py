@@ -219,14 +219,15 @@ def load_adapter(runner: Any, tensors: Mapping[str, Any], config: dict[str, Any]
     """Have a worker's model runner serve an adapter in PEFT's form, in place of the one before; without tensors none:
     one of zeros, since requests in flight would have vLLM look for the one that they name.
 
-    Raises RuntimeError if a tensor is for no layer: vLLM would leave it out without a word.
+    Raises RuntimeError if a tensor is for no layer that vLLM has: it would leave that out without a word.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
     manager = runner.lora_manager._adapter_manager
-    adapter = LoRAModel(ADAPTER, 1, {})
-    if config is not None:
+    if config is None:
+        adapter = manager.create_dummy_lora(ADAPTER, 1, runner.lora_manager.embedding_modules)
+    else:
         helper, names = PEFTHelper.from_dict(config), getattr(manager.model, "hf_to_vllm_mapper", None)
         helper.validate_legal(manager.lora_config)
         if names is not None and hasattr(names, "get_rename_mapper"):  # 0.31
@@ -240,6 +241,47 @@ def load_adapter(runner: Any, tensors: Mapping[str, Any], config: dict[str, Any]
     ):
         raise RuntimeError(f"vLLM has no layer for the adapter of {min(left)}")
     manager.activate_adapter(ADAPTER)
+
+
+def use_whole_products(runner: Any) -> None:
+    """CPU: compute adapters by ranges of tokens that use the same one. vLLM's own class for CPUs gathers a copy of the
+    adapter for each token of a step, which makes sampling several times as slow.
+    """
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    class WholeProducts(PunicaWrapperCPU):
+        """Letters: N tokens, I and O widths, R rank, A adapters."""
+
+        ranges: list[tuple[int, int, int]]  # first and last token, and their adapter
+
+        def _update_prefill_metadata(self, token_lora_tensor: Any) -> None:
+            super()._update_prefill_metadata(token_lora_tensor)
+            starts, counts, adapters = (each.tolist() for each in self.prefill_metadata[:3])
+            rows = zip(starts, counts, adapters, strict=True)
+            self.ranges = [(start, start + count, adapter) for start, count, adapter in rows if adapter >= 0]
+
+        def _shrink_prefill(self, y: Any, x: Any, w_t_all: Any, scale: float) -> None:
+            for start, end, adapter in self.ranges:
+                y[start:end] = scale * (x[start:end].to(y.dtype) @ w_t_all[adapter, 0].t().to(y.dtype))
+
+        def _expand_slice_prefill(
+            self, y: Any, x: Any, w_t_all: Any, y_offset: int, y_slice_size: int, add_inputs: bool
+        ) -> None:
+            assert add_inputs
+            for start, end, adapter in self.ranges:
+                part = y[start:end, y_offset : y_offset + y_slice_size]
+                part += (x[start:end] @ w_t_all[adapter, 0].t().to(x.dtype)).to(part.dtype)
+
+        def add_lora_logits(self, *args: Any, **kwargs: Any) -> None:
+            """Do nothing: no adapter has anything for the head."""
+
+    manager = runner.lora_manager._adapter_manager
+    for key, old in manager.punica_wrapper_mapping.items():
+        new = WholeProducts(len(old._token_lora_indices), len(old._seq_lengths), runner.device)
+        manager.punica_wrapper_mapping[key] = new
+        for module in manager.modules.values():
+            if module.punica_wrapper is old:
+                module.set_mapping(new)
 
 
 def name_adapter(state: Any, model: str) -> Any:

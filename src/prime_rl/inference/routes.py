@@ -43,7 +43,7 @@ from prime_rl.inference.engine_watch import watch_engine
 from prime_rl.inference.middleware import error_answer
 from prime_rl.inference.server import plugin_config
 from prime_rl.inference.service import WeightService
-from prime_rl.inference.version_files import TURN_SECONDS, Rejected
+from prime_rl.inference.version_files import TURN_SECONDS, Adapters, Rejected
 from prime_rl.monitor import Status
 
 TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE = "/inference/v1/generate", "/v1/generate", "/v1/sample"
@@ -268,7 +268,7 @@ class PrimeRoutes:
             base=base,
             root=config.weights_root,
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
-            max_rank=None if config.lora is None else config.lora.max_rank,
+            adapters=None if config.lora is None else Adapters(config.lora.max_rank, args.lora_target_modules),
             status=status,
             on_device=config.stage_on_device,
             servers_on_host=config.servers_on_host * engines,

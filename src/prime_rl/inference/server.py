@@ -32,7 +32,10 @@ _REJECTED = {
     "worker_extension_cls": "the weight routes need their own",
     "api_key": "the key is given by VLLM_API_KEY or --api-key",
     "model": "is an option of its own, model.name",
-    **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras"), "adapters have a section of their own, [lora]"),
+    **dict.fromkeys(
+        ("enable_lora", "max_lora_rank", "max_loras", "lora_target_modules"),
+        "adapters have a section of their own, [lora]",
+    ),
     # The launcher counts GPUs by these.
     **{
         name: f"is an option of its own, {name}"
@@ -186,6 +189,7 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
     if config.lora is not None:
         room = next(rank for rank in ADAPTER_RANKS if rank >= config.lora.max_rank)
         flags |= {"enable_lora": True, "max_lora_rank": room, "max_loras": config.lora.max_adapters}
+        flags["lora_target_modules"] = checks.adapted_modules(config.model.name, experts=not cpu)
     if (kind := config.quantization) is not None:
         # Of a model on the hub vLLM finds out by itself.
         already = model is not None and "quantization_config" in read_json(model / "config.json")

@@ -18,7 +18,15 @@ from loguru import logger
 
 from prime_rl import faults
 from prime_rl.inference.compat import AllEngines
-from prime_rl.inference.version_files import STALL_SECONDS, Rejected, check_adapter, check_fit, check_version, read
+from prime_rl.inference.version_files import (
+    STALL_SECONDS,
+    Adapters,
+    Rejected,
+    check_adapter,
+    check_fit,
+    check_version,
+    read,
+)
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import TensorEntry, WeightsManifest, hash_directory, version_hash
@@ -61,18 +69,18 @@ class WeightService:
         root: Where versions may lie (None: anywhere).
         tied: The model's output head shares the embedding: a checkpoint may or may not hold it.
         status: Shows a change under way, during which the engine does not answer, with its deadline.
-        max_rank: The largest rank of an adapter; versions are adapters (None: full weights).
+        adapters: Versions are adapters, such as these (None: full weights).
         on_device: Workers may stage new weights in the GPU's memory, else in the host's, as `servers_on_host` engines
             do at the same time.
     """
 
     def __init__(
         self, engine: AllEngines, base: Path, root: Path | None, *,
-        tied: bool = False, max_rank: int | None = None, status: Status | None = None, on_device: bool = True,
+        tied: bool = False, adapters: Adapters | None = None, status: Status | None = None, on_device: bool = True,
         servers_on_host: int = 1, engines: int = 1,
     ) -> None:  # fmt: skip
         self._engine, self.engines = engine, engines
-        self._base, self._tied, self._root, self._max_rank = base, tied, root, max_rank
+        self._base, self._tied, self._root, self._adapters = base, tied, root, adapters
         self._status = status
         self._stage_options = servers_on_host, on_device
         self._least_staging: float | None = None  # seconds, of all versions until now
@@ -138,7 +146,7 @@ class WeightService:
             manifest = await read(lambda: check_version(self._root, weight_dir, version), weight_dir, STALL_SECONDS)
             base = await self._base_hashes()
             if manifest.base is None:
-                check_adapter(manifest, base, self._max_rank)
+                check_adapter(manifest, base, self._adapters)
                 if manifest.adapter is None:
                     check_fit(manifest.tensors, base, self._tied)
         directory = manifest.directory
@@ -165,7 +173,7 @@ class WeightService:
     async def _reload(self, change: WeightUpdate, weight_dir: str | None = None) -> None:
         expected = await self._base_hashes()
         try:  # beside adapters it stays loaded
-            tensors = expected if self._max_rank is not None else await self._hash_base()
+            tensors = expected if self._adapters is not None else await self._hash_base()
         except (CommitError, OSError) as error:
             raise Rejected(400, str(error)) from error
         if tensors != expected:

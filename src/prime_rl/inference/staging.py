@@ -322,6 +322,8 @@ class WeightsExtension:
         faults.arm("inference")  # the server arms its own process
         sys.setswitchinterval(TURN_SECONDS)
         if self.prime_adapts:
+            if self.device.type == "cpu":
+                compat.use_whole_products(self.model_runner)
             compat.load_adapter(self.model_runner, {}, None)
         return follow(server)
 

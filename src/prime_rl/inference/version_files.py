@@ -3,9 +3,9 @@
 import asyncio
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from prime_rl import faults
 from prime_rl.transport.commit import MANIFEST, CommitError, read_manifest, verify
@@ -85,15 +85,22 @@ def _check_files(root: Path | None, directory: Path, names: Iterable[str]) -> No
             raise Rejected(403, f"{path} is outside {directory if root is None else f'the weights root {root}'}")
 
 
-def check_adapter(manifest: WeightsManifest, base: dict[str, TensorEntry], max_rank: int | None) -> None:
-    """Reject full weights for a server of adapters (`max_rank`: their largest rank), an adapter for another one, and an
-    adapter of another base model or for layers that the model has not."""
-    if manifest.adapter is None:
-        if max_rank is not None:
-            raise Rejected(400, "the version is full weights, and this server serves adapters: start it without [lora]")
+class Adapters(NamedTuple):
+    """The adapters that a server can hold."""
+
+    max_rank: int
+    modules: Collection[str]  # that they may be for, by the last parts of their names
+
+
+def check_adapter(manifest: WeightsManifest, base: dict[str, TensorEntry], served: Adapters | None) -> None:
+    """Reject full weights where adapters are served and adapters elsewhere, one that is too large, one of another base
+    model, and one for layers that the model has not."""
+    if manifest.adapter is None and served is None:
         return
+    if manifest.adapter is None:
+        raise Rejected(400, "the version is full weights, and this server serves adapters: start it without [lora]")
     rank = manifest.adapter.config["r"]
-    if max_rank is None or rank > max_rank:
+    if served is None or rank > served.max_rank:
         raise Rejected(400, f"the version is an adapter of rank {rank}: start the server with --lora.max-rank {rank}")
     if manifest.adapter.base != version_hash(base):
         raise Rejected(400, f"{manifest.directory} is an adapter of another base model than this server's")
@@ -102,6 +109,9 @@ def check_adapter(manifest: WeightsManifest, base: dict[str, TensorEntry], max_r
         weight, side = base.get(f"{layer}.weight"), "BA".find(letter)
         if weight is None or side < 0 or entry.shape[side] != weight.shape[side]:
             raise Rejected(400, f"tensor {name} with shape {entry.shape} fits no layer of the model")
+        module = "experts" if ".experts." in layer else layer.rpartition(".")[2]
+        if module not in served.modules:
+            raise Rejected(400, f"vLLM serves no adapters for {module} here: train with --lora.serve merged")
 
 
 def check_fit(tensors: dict[str, TensorEntry], base: dict[str, TensorEntry], tied: bool) -> None:
