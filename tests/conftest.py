@@ -233,6 +233,17 @@ def heard(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
+@pytest.fixture
+def isolation() -> None:
+    """Skips what runs programs in the sandbox, where the system does not let it isolate them."""
+    from benchmark_tasks import sandbox
+
+    try:
+        sandbox.check()
+    except sandbox.SandboxError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
     """The bundled model."""

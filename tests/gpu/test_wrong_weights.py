@@ -3,25 +3,19 @@
 On a CPU, with the loader's code removed too: tests/integration/test_wrong_weights.py. One server, a minute on an H200.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from prime_rl.config.shared import ClientConfig
-from prime_rl.fleet.client import InferenceClient
-from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.inference import compat
 from support import trainer as support
 from support import wrong_weights
-from support.wrong_weights import DRIFTED, Run, Tensors, flip, skip_a_tensor, stay, swap_layers
+from support.wrong_weights import DRIFTED, Mutation, Run, flip, skip_a_tensor, stay, swap_layers
 
 ENGINE = compat.installed_engine()
 if not torch.cuda.is_available() or ENGINE is None or ENGINE.device != "cuda":
     pytest.skip("no GPU, or no vLLM for it", allow_module_level=True)
 
 world, make_policy, run = support.world, support.make_policy, wrong_weights.run
-Mutation = Callable[[Tensors, Tensors], Tensors]
 FAR = 20 * DRIFTED  # there one tensor that stayed behind shows beside the noise of bfloat16; at 5 it does not
 
 
@@ -40,10 +34,4 @@ async def test_right_weights_are_within_the_tolerance(run: Run) -> None:
 )
 async def test_the_logprob_check_finds_what_a_loader_did_wrong(run: Run, mutate: Mutation, by: float) -> None:
     """Contract: found though the server says, by its hash, that it serves the version."""
-    await run.load(run.base)
-    new = run.changed(by)
-    version = run.commit(new, mutate(run.changed(0.0), new))
-    with pytest.raises(LogprobCheckFailed, match="does not"):
-        await run.load(version)
-    async with InferenceClient(ClientConfig(base_url=run.server.base_url)) as engine:
-        assert (await engine.served()).holds(version)
+    await run.assert_caught(mutate, by)

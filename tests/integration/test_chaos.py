@@ -20,7 +20,7 @@ from prime_rl.envs import pool as pool_module
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.orchestrator.audit import audit
-from support.scripted import World, has_batch, until
+from support.scripted import World, fresh, has_batch, until
 from support.stub_worker import stub_python
 
 CRASHES = ["kill", "stop", "exit", "segfault", "sys-exit", "raise"]
@@ -75,7 +75,7 @@ async def endure(directory: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int
     """One run of so many steps."""
     monkeypatch.setattr(pool_module, "MAX_DEATHS", 20)  # of which two thirds are ours
     monkeypatch.setattr(pool_module, "GRACE_SECONDS", 2.0)
-    world = World(
+    world = fresh(
         directory / "run", environment=None, environments=environments(directory, seed), batch_size=12,
         rollouts_per_example=2, async_level=1, max_steps=steps, max_error_rate=1.0, rollout_timeout=5.0, seed=seed,
     )  # fmt: skip
@@ -83,8 +83,6 @@ async def endure(directory: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int
         world.config.environments, model="none", base_url=world.engine.root, api_key=None, output_dir=world.directory
     )
     world.pool = pool  # type: ignore[assignment]
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
     trainer = asyncio.create_task(train(world, steps))
     striker = asyncio.create_task(strike(pool, random.Random(seed), pause))
     try:

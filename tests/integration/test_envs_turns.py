@@ -34,24 +34,19 @@ async def run(engine: FakeEngine, env: Any, max_tokens: int | None = 64) -> Epis
     return await env.run(Run(1, "e", 0, env.task_ids[0], {"max_tokens": max_tokens}, 0, engine.base_url, 0.0))
 
 
-async def test_max_turns(tiny_model: Path) -> None:
-    """The conversation ends with as many replies, is judged, and is marked."""
-    async with world(tiny_model, max_turns=2) as (engine, env):
-        result = await run(engine, env)
-    assert (result.ok, result.num_turns, result.reward, result.is_truncated) == (True, 2, 2.0, True), result.message
-
-
 async def test_experts_come_with_the_turns(tiny_model: Path) -> None:
     """Contract: an episode that needs the engine's choice of experts asks for those that it does not have yet, turn by
-    turn, and has one row for each token but the last. A server that does not return them is refused, by name."""
+    turn, and has one row for each token but the last. A server that does not return them is refused, by name.
+    At `max_turns` the conversation ends, is judged and marked."""
     request = Run(1, "e", 0, "", {"max_tokens": 64, "routed_experts_prompt_start": 0}, 0, "", 0.0)
-    async with world(tiny_model, max_turns=3) as (engine, env):
+    async with world(tiny_model, max_turns=2) as (engine, env):
         request = replace(request, task_id=env.task_ids[0], base_url=engine.base_url)
         result = await env.run(request)
         assert (result.outcome, "router_replay" in result.message) == (Outcome.ENGINE_REFUSED, True), result.message
         engine.reset()
         engine.replays = True
         result = await env.run(request)
+    assert (result.ok, result.num_turns, result.reward, result.is_truncated) == (True, 2, 2.0, True), result.message
     (sample,) = result.samples
     assert_exact(sample, engine.exchanges)
     assert sample.experts is not None

@@ -6,16 +6,12 @@ right ones, as the trainer would have scored it: hashes have nothing to find. Th
 experts again: test_inference.py. In bfloat16 on a GPU: tests/gpu/test_wrong_weights.py.
 """
 
-from collections.abc import Callable
-
 import pytest
 
-from prime_rl.config.shared import ClientConfig
-from prime_rl.fleet.client import InferenceClient
 from prime_rl.fleet.logprob_check import LEAST_LARGEST, LEAST_MEAN, LogprobCheck, LogprobCheckFailed
 from support import trainer as support
 from support import wrong_weights
-from support.wrong_weights import DRIFTED, STEPPED, Run, Tensors, flip, skip_a_tensor, stay, swap_layers
+from support.wrong_weights import DRIFTED, STEPPED, Mutation, Run, flip, skip_a_tensor, stay, swap_layers
 
 world, make_policy, run = support.world, support.make_policy, wrong_weights.run
 
@@ -40,19 +36,10 @@ CAUGHT = [skip_a_tensor, swap_layers, stay, flip(30)]
 
 
 @pytest.mark.parametrize("mutate", CAUGHT, ids=["skipped", "swapped", "stale", "exponent bit"])
-async def test_the_logprob_check_finds_what_a_loader_did_wrong(
-    run: Run, mutate: Callable[[Tensors, Tensors], Tensors]
-) -> None:
+async def test_the_logprob_check_finds_what_a_loader_did_wrong(run: Run, mutate: Mutation) -> None:
     """Contract: far from the base one tensor that was not loaded, two swapped layers, weights that stayed as they were,
     and one flipped bit of an exponent are found, though the server reports the version's hash."""
-    await run.load(run.base)
-    new = run.changed(DRIFTED)
-    version = run.commit(new, mutate(run.changed(0.0), new))
-    with pytest.raises(LogprobCheckFailed, match="does not"):
-        await run.load(version)
-    async with InferenceClient(ClientConfig(base_url=run.server.base_url)) as engine:
-        assert (await engine.served()).holds(version)
-    run.server.reset()
+    await run.assert_caught(mutate, DRIFTED)
 
 
 async def test_the_logprob_check_finds_weights_that_stay_what_they_were_though_the_band_hides_it(run: Run) -> None:

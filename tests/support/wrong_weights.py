@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from conftest import InferenceServer
 from prime_rl.config.shared import ClientConfig
 from prime_rl.fleet.client import InferenceClient
-from prime_rl.fleet.logprob_check import Difference, LogprobCheck, compare
+from prime_rl.fleet.logprob_check import Difference, LogprobCheck, LogprobCheckFailed, compare
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.reference_scorer import ReferenceScorer
@@ -22,6 +22,7 @@ from support.committing import commit_weights
 from support.serving import perturbed
 
 Tensors = dict[str, torch.Tensor]
+Mutation = Callable[[Tensors, Tensors], Tensors]
 DRIFTED, STEPPED = 0.1, 1e-4  # relative changes of the weights: far from the base, and as after one step of RL
 
 
@@ -69,6 +70,16 @@ class Run:
             await engine.update(version)
             return await self.difference(version)
 
+    async def assert_caught(self, mutate: Mutation, by: float) -> None:
+        """What a faulty loader makes of a version is found, though the server says that it serves it."""
+        await self.load(self.base)
+        new = self.changed(by)
+        version = self.commit(new, mutate(self.changed(0.0), new))
+        with pytest.raises(LogprobCheckFailed, match="does not"):
+            await self.load(version)
+        async with InferenceClient(ClientConfig(base_url=self.server.base_url)) as engine:
+            assert (await engine.served()).holds(version)
+
     async def difference(self, version: WeightsManifest) -> Difference:
         assert version.reference is not None
         async with InferenceClient(ClientConfig(base_url=self.server.base_url)) as engine:
@@ -99,7 +110,7 @@ def stay(base: Tensors, new: Tensors) -> Tensors:
     return base
 
 
-def flip(bit: int) -> Callable[[Tensors, Tensors], Tensors]:
+def flip(bit: int) -> Mutation:
     def flip_bit(base: Tensors, new: Tensors) -> Tensors:
         name = "model.layers.0.self_attn.o_proj.weight"
         changed = new[name].clone()

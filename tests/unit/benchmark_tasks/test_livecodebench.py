@@ -16,19 +16,11 @@ import pyarrow.parquet
 import pytest
 import verifiers.v1 as vf
 
-from benchmark_tasks import sandbox
 from benchmark_tasks.rows import DataError
-from benchmark_tasks.sandbox import SandboxError
 from livecodebench import code_of
 from livecodebench.tests import read_tests, same_lines, same_value
 
-
-@pytest.fixture(autouse=True)
-def _isolation(request: pytest.FixtureRequest) -> None:
-    try:
-        sandbox.check()
-    except SandboxError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("isolation")
 
 
 def packed(value: Any) -> str:

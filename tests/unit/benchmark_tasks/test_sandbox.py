@@ -13,15 +13,8 @@ from benchmark_tasks import jail, sandbox
 from benchmark_tasks.sandbox import Ended, Limits, Run, SandboxError
 from prime_rl.wait import wait
 
+pytestmark = pytest.mark.usefixtures("isolation")
 LIMITS = Limits(seconds=20.0, memory_mib=512, output_mib=1, directory_mib=4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _isolation() -> None:
-    try:
-        sandbox.check()
-    except SandboxError as error:
-        pytest.skip(str(error))
 
 
 def run(program: str, given: str = "", limits: Limits = LIMITS) -> Run:

@@ -21,7 +21,7 @@ from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.incarnations import read_lease
 from support.samples import sample_tokens
-from support.scripted import ScriptedPool, World, has_batch, until
+from support.scripted import ScriptedPool, World, fresh, has_batch, until
 
 STEPS = 5
 EVERYTHING = {
@@ -69,7 +69,7 @@ class MixedPool(ScriptedPool):
 def make_world(directory, **settings) -> World:
     """The lease covers every version that is read: taken before, by incarnation, and raised only once it is served."""
     directory.mkdir()
-    world = World(directory, seq_len=2, sampling={"max_tokens": 1}, **(EVERYTHING | settings))
+    world = fresh(directory, seq_len=2, sampling={"max_tokens": 1}, **(EVERYTHING | settings))
     update = world.engine.update
 
     async def covered(weights):
@@ -80,8 +80,6 @@ def make_world(directory, **settings) -> World:
 
     world.engine.update = covered
     world.pool = MixedPool(world.engine)
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
     return world
 
 

@@ -5,9 +5,11 @@ import math
 import shutil
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -87,20 +89,8 @@ def test_resume_is_bit_exact(resume_step: int, run_training: Run, tied_model: Pa
 
 
 def write_one(output_dir: Path, step: int = 0, **changes: Any) -> None:
-    fields = {
-        "sample_id": "s",
-        "group_id": "g",
-        "task_id": "t",
-        "env": "test",
-        "policy_versions": [0],
-        "input_ids": [1, 2, 3],
-        "loss_mask": [False, True, True],
-        "logprobs": [0.0, -1.0, -1.0],
-        "advantages": [0.0, 1.0, 1.0],
-        "temperature": 1.0,
-        "reward": 0.25,
-    }
-    write_batch(output_dir / "rollouts", step, [Sample(**{**fields, **changes})])
+    sample = support.make_sample(np.random.default_rng(0), "s", 3)
+    write_batch(output_dir / "rollouts", step, [replace(sample, **changes)])
 
 
 LONG = {"input_ids": [1] * 200, "loss_mask": [True] * 200, "logprobs": [-1.0] * 200, "advantages": [1.0] * 200}
