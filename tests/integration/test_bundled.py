@@ -4,7 +4,6 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +13,9 @@ from calculator.data import problems as word_problems
 from kuhn_poker.game import DEALS
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
 from prime_rl.envs.verifiers_v1 import VerifiersEnv
-from support.fake_engine import FakeEngine, assert_exact, make_tokenizer
+from support.fake_engine import TEMPLATE, FakeEngine, assert_exact, make_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-TEMPLATE = Path(__file__).parents[2] / "assets" / "tiny-reverse" / "chat_template.jinja"
 
 
 @dataclass
@@ -46,7 +43,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
         "kuhn-poker": {},
         "calculator": {"num_tasks": 4},
     }
-    model = make_tokenizer(root / "model", TEMPLATE.read_text())
+    model = make_tokenizer(root / "model", TEMPLATE)
     async with AsyncExitStack() as stack:
         envs = {}
         for name, args in settings.items():

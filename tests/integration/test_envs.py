@@ -34,7 +34,7 @@ async def test_an_episode_is_what_the_engine_gave(world: PoolWorld) -> None:
     for bit; sampling and version as asked; ids echoed, the environment's reward, prompt and answer readable."""
     text = world.pool.tasks("reverse-text")[1].task_id.removeprefix("reverse-text/")
     world.engine.reply = lambda prompt: f"<reversed_text>{text[::-1]}</reversed_text>"
-    result = await world.run("reverse-text", task=1, seed=42, min_tokens=None)
+    result = await world.run("reverse-text", task=1, seed=42)
     (exchange,) = world.engine.exchanges
     (sample,) = result.samples
     assert result.ok
@@ -44,10 +44,9 @@ async def test_an_episode_is_what_the_engine_gave(world: PoolWorld) -> None:
     assert exchange.prompt == expected
     assert_exact(sample, world.engine.exchanges)
     assert sample.prompt_len == len(exchange.prompt)
-    asked = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 64, "seed": 42, "logprobs": 1}
+    asked = {"temperature": 0.7, "max_tokens": 64, "seed": 42, "logprobs": 1}
     sent = exchange.body["sampling_params"]
     assert {key: sent[key] for key in asked} == asked
-    assert "min_tokens" not in sent
     assert exchange.body["cache_salt"] == "v3"
     assert (result.episode_id, result.env, result.task_id) == ("1.2.3", "reverse-text", f"reverse-text/{text}")
     assert (result.reward, result.rewards, result.num_turns, result.is_truncated) == (1.0, {"lcs": 1.0}, 1, False)

@@ -16,12 +16,10 @@ from prime_rl.envs.ids import Broken, LoadError
 from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Run, Setup
 from prime_rl.envs.verifiers_v1 import VerifiersEnv
 from support.environments import write_environments
-from support.fake_engine import FakeEngine, assert_exact, make_tokenizer
+from support.fake_engine import TEMPLATE, FakeEngine, assert_exact, make_tokenizer
 from support.tool_environments import SOURCES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-TEMPLATE = Path(__file__).parents[2] / "assets" / "tiny-reverse" / "chat_template.jinja"
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -39,7 +37,7 @@ def script(engine: FakeEngine, replies: Iterable[str]) -> None:
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeEngine]:
     root = tmp_path_factory.mktemp("tools")
     path = str(write_environments(root / "path", SOURCES))
-    model = make_tokenizer(root / "model", TEMPLATE.read_text())
+    model = make_tokenizer(root / "model", TEMPLATE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)  # a worker has the working directory on its path, and PYTHONPATH is not set
         patch.delenv("PYTHONPATH", raising=False)

@@ -30,6 +30,9 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+# Of the bundled model: with tools.
+TEMPLATE = (Path(__file__).parents[2] / "assets" / "tiny-reverse" / "chat_template.jinja").read_text()
+
 QWEN_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
 

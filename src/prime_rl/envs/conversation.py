@@ -26,8 +26,6 @@ from prime_rl.envs.renderer import RendererError, choose
 CONNECT_SECONDS = 30.0
 # `inference` closes an idle connection after 60 s: one that may be closing must not be used again.
 KEEPALIVE_SECONDS = 30.0
-# Sent with every request, so that training and evaluation sample alike whatever the model's generation_config says.
-PINNED_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
 _TOKEN_ROUTE, _SAMPLE_ROUTE = "/inference/v1/generate", "/v1/sample"
 _NOT_PASSED_ON = (401, 404, 405, 501)  # of a router that does not know our route, or drops the key on it
@@ -43,8 +41,7 @@ _ITEM_BYTES = {"uint8": 1, "uint16": 2}
 def request_settings(sampling: Mapping[str, Any], policy_version: int) -> dict[str, Any]:
     """What is said with every model call of an episode, beside the prompt."""
     # The salt keeps the engine from reusing cached prefixes that an older policy computed.
-    settings = {**PINNED_SAMPLING, "cache_salt": f"v{policy_version}", **sampling}
-    return {name: value for name, value in settings.items() if value is not None}
+    return {"cache_salt": f"v{policy_version}", **sampling}
 
 
 class CallFailed(Exception):

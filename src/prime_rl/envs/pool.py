@@ -284,7 +284,7 @@ class EnvPool:
 
         Args:
             timeout: Seconds from when the episode gets a slot; the result comes `GRACE_SECONDS` later at most.
-            sampling: temperature, top_p, top_k, min_p, max_tokens, min_tokens, seed …; None values are left out.
+            sampling: All that the server is sent: temperature, top_p, top_k, min_p, max_tokens, min_tokens, seed …
         """
         worker_set, number = self.sets[env], next(self._numbers)
         self._loaded(worker_set)

@@ -125,8 +125,7 @@ class VerifiersEnv:
         except ValueError as error:
             return EpisodeResult(run.episode_id, self._name, run.task_id, Outcome.INVALID, str(error))
         (slot,) = self._env.slots(task)
-        known = {name: value for name, value in run.sampling.items() if value is not None}
-        values = known if self._engine is None else request_settings(run.sampling, run.policy_version)
+        values = run.sampling if self._engine is None else request_settings(run.sampling, run.policy_version)
         client, server = self._client.model_copy(update={"base_url": run.base_url}), self._env._interception
         if (key := client.model_dump_json()) not in server.clients:  # ours in place of its own; it closes them
             engine = self._engine

@@ -10,7 +10,6 @@ import json
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,10 +30,9 @@ from prime_rl.envs.renderer import choose, tokenizer_of
 from prime_rl.envs.tools import MALFORMED_CALL, Toolbox
 from prime_rl.envs.verifiers_v1 import ConversationClient
 from prime_rl.inference.routes import routed_experts
-from support.fake_engine import make_tokenizer
+from support.fake_engine import TEMPLATE, make_tokenizer
 
 REPLAYED = {"routed_experts_prompt_start": 0}
-TEMPLATE = Path(__file__).parents[3] / "assets" / "tiny-reverse" / "chat_template.jinja"
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Sum é.", "parameters": PARAMETERS}}]
 CALLS = (
@@ -106,8 +104,8 @@ def numpy_file(rows: np.ndarray) -> str:
 def clients(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], tuple[EngineClient, Any]]:
     """By name of the case and whether branched: a client and its tokenizer, with Qwen3's tags as tokens if needed."""
     root = tmp_path_factory.mktemp("exact")
-    plain = str(make_tokenizer(root / "plain", TEMPLATE.read_text()))
-    tags = str(make_tokenizer(root / "tags", TEMPLATE.read_text(), tags=True))
+    plain = str(make_tokenizer(root / "plain", TEMPLATE))
+    tags = str(make_tokenizer(root / "tags", TEMPLATE, tags=True))
     clients = {}
     for name, model in {"chatml": plain, "chatml, tags as tokens": tags, "default": plain, "qwen3": tags}.items():
         renderer, tokenizer = choose(model, name.partition(",")[0], name != "default"), tokenizer_of(model)

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.envs.renderer import ChatMLRenderer, RendererError, choose, equals_template, tokenizer_of
-from support.fake_engine import CHATML, make_tokenizer
+from support.fake_engine import CHATML, TEMPLATE, make_tokenizer
 
 ROOT = Path(__file__).parents[3]
-TEMPLATE = (ROOT / "assets" / "tiny-reverse" / "chat_template.jinja").read_text()
 # What Qwen3 does and plain ChatML does not: an empty thinking block in a final assistant turn.
 NOT_PLAIN = CHATML.replace(
     "{{ message['content'] }}",
