@@ -126,13 +126,13 @@ def run_all(
     """Run what is missing in `store`. First the undisturbed runs that the others are compared with."""
     missing = [cell for cell in cells if not store.has(cell.name, again)]
     print(f"{len(missing)} of {len(cells)} cells to run, {jobs} at a time, in {scratch}", flush=True)
-    references = {
-        name: scratch / f"undisturbed-{name}" for name in ("fake", "vllm") if any(c.reference == name for c in missing)
-    }
+    compared = {cell.reference: (cell.engine, cell.lora) for cell in missing if cell.reference}
+    references = {name: scratch / f"undisturbed-{name}" for name in compared}
     for name, directory in references.items():
         if directory.exists():
             continue
-        result = run_cell(Cell("none", "-", "-", engine=name), directory)  # type: ignore[arg-type]
+        engine, lora = compared[name]
+        result = run_cell(Cell("none", "-", "-", engine=engine, lora=lora), directory)
         print(f"undisturbed run ({name}): {result.outcome}, {result.seconds:.1f} s", flush=True)
         if result.problems:
             raise SystemExit(f"the undisturbed run is not right: {result.problems}")

@@ -1,7 +1,7 @@
 """The matrix: every fault at every point of every process, with what each is expected to leave equal."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from faults.harness import Cell, Settings
 from prime_rl.faults import Fault, Kind
@@ -96,6 +96,7 @@ def matrix() -> list[Cell]:
         *_persistent(),
         *_resumed(),
         *_launcher(),
+        *_adapters(),
         *_real_engine(),
     ]
 
@@ -198,6 +199,14 @@ def _resumed() -> Iterator[Cell]:
     ):
         fault = Fault(name, process, "kill")
         yield Cell("kill, resumed", process, name, (fault,), exact="all", ends="may end", resume=2)
+
+
+def _adapters() -> Iterator[Cell]:
+    """Versions are adapters: a kill at every point, and in a load of the real server."""
+    yield from (replace(cell("kill", point), do="kill, LoRA", lora=True) for point in points())
+    for boundary in ("update-read", "update-loaded"):
+        fault = Fault(f"{boundary}:v2", "inference", "kill")
+        yield Cell("kill, LoRA", "inference (vLLM)", fault.point, (fault,), exact="training", engine="vllm", lora=True)
 
 
 def _real_engine() -> Iterator[Cell]:

@@ -51,6 +51,7 @@ class Cell:
         ends: Whether the run goes on by itself, or may end with a clear error, after which `rl --recover` goes on.
         engines: How many fake ones there are.
         resume: Instead of a new run, the undisturbed one is gone on with from this checkpoint.
+        lora: Adapters are trained.
         settings: On top of the common ones.
     """
 
@@ -63,6 +64,7 @@ class Cell:
     engine: Literal["fake", "vllm"] = "fake"
     engines: int = 1
     resume: int | None = None
+    lora: bool = False
     settings: Settings = field(default_factory=dict)
 
     @property
@@ -72,7 +74,7 @@ class Cell:
     @property
     def reference(self) -> str | None:
         """The undisturbed run that it is compared with."""
-        return None if self.exact == "nothing" else self.engine
+        return None if self.exact == "nothing" else f"{self.engine}{'-lora' * self.lora}"
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,8 @@ def write_config(cell: Cell, directory: Path, ports: Sequence[int]) -> Path:
         }
         del config["orchestrator"]["client"]["base_url"]
     merge(config, cell.settings)
+    if cell.lora:
+        merge(config, {"trainer": {"lora": {"rank": 4}}})
     path = directory / "run.toml"
     path.write_text(tomli_w.dumps(config))
     return path

@@ -7,7 +7,7 @@ from loguru import logger
 from prime_rl.config import SFTConfig
 from prime_rl.entrypoints import begin, rank_of, run_command
 from prime_rl.importing import quick_imports
-from prime_rl.launcher.preflight import check_dataset, check_environment, check_model
+from prime_rl.launcher.preflight import check_dataset, check_environment, check_lora, check_model
 from prime_rl.transport.commit import disk_errors
 
 
@@ -18,6 +18,7 @@ def main() -> None:
 def run(config: SFTConfig) -> None:
     """Check what can be checked before torch is imported, then train, which writes the resolved config."""
     check_model(config.model.name, weights=config.data.fake is None)
+    check_lora(config.lora, config.model.name)
     for environment in [] if config.eval is None or config.bench else config.eval.environments:
         check_environment(environment)
     if config.data.fake is None:

@@ -3,7 +3,7 @@
 from prime_rl.config import TrainerConfig
 from prime_rl.entrypoints import begin, run_command
 from prime_rl.importing import quick_imports
-from prime_rl.launcher.preflight import check_model
+from prime_rl.launcher.preflight import check_lora, check_model
 from prime_rl.transport.commit import disk_errors
 
 
@@ -14,6 +14,7 @@ def main() -> None:
 def run(config: TrainerConfig) -> None:
     """Check what can be checked before torch is imported, then train, which writes the resolved config."""
     check_model(config.model.name, weights=config.data.fake is None)
+    check_lora(config.lora, config.model.name)
     if (accepted := begin(config, "trainer", plan)) is None:
         return
     with quick_imports():

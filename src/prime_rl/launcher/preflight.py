@@ -7,10 +7,13 @@ import shutil
 from pathlib import Path
 
 from prime_rl.config.shared import ClientConfig, EnvConfig
+from prime_rl.config.trainer import LoRAConfig
 from prime_rl.envs import ids
 from prime_rl.errors import UserError
 from prime_rl.importing import look_here
 from prime_rl.inference import checks
+from prime_rl.transport.commit import MANIFEST
+from prime_rl.transport.weights import hash_directory, read_adapter_config, version_hash, weights_manifest
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 
@@ -21,6 +24,31 @@ def check_model(name: str, *, weights: bool = True) -> None:
         if "model_type" not in checks.read_json(path / "config.json"):
             raise UserError(f"{path / 'config.json'} describes no model: it has no model_type")
         checks.check_model(path, weights)
+
+
+def check_lora(config: LoRAConfig | None, model: str) -> None:
+    """Raise UserError for layers that the model has not, and for an adapter to start from that does not fit."""
+    if config is None:
+        return
+    directory = checks.model_directory(model)
+    if directory is not None and config.target_modules != "all-linear":
+        layers = checks.adapted_modules(model, experts=False)
+        for name in config.target_modules:
+            if name.rpartition(".")[2] not in layers:
+                near = difflib.get_close_matches(name, layers, 1)
+                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(layers)}"
+                raise UserError(f"lora.target_modules: {model} has no layer {name}; {hint}")
+    if (adapter := config.adapter) is None:
+        return
+    described = read_adapter_config(adapter)
+    for option, key in (("rank", "r"), ("alpha", "lora_alpha")):
+        if described.get(key) != (ours := getattr(config, option)):
+            raise UserError(
+                f"lora.adapter: {adapter} has {option} {described.get(key)}, not {ours:g}: give lora.{option}"
+            )
+    ours = weights_manifest(adapter).adapter if (adapter / MANIFEST).is_file() else None
+    if ours is not None and directory is not None and ours.base != version_hash(hash_directory(directory)):
+        raise UserError(f"lora.adapter: {adapter} is an adapter of another base model than {model}")
 
 
 def check_dataset(name: str) -> None:

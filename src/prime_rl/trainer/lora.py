@@ -21,17 +21,9 @@ from transformers.integrations.moe import _default_apply_gate
 
 from prime_rl.errors import UserError, user_errors
 from prime_rl.trainer import moe
-from prime_rl.trainer.parallel import World, agree, on_main
+from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import StoredTensor, is_adapter, named_parameters, stored_tensors
-from prime_rl.trainer.source import Source
-from prime_rl.transport.commit import MANIFEST
-from prime_rl.transport.weights import (
-    ADAPTER_FILE,
-    hash_directory,
-    read_adapter_config,
-    version_hash,
-    weights_manifest,
-)
+from prime_rl.transport.weights import ADAPTER_FILE
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import LoRAConfig
@@ -269,29 +261,9 @@ def initialize(policy: nn.Module, world: World, seed: int) -> None:
             local.copy_(full[start : start + local.shape[0]])
 
 
-def load_adapter(policy: nn.Module, config: "LoRAConfig", source: Source, world: World) -> None:
-    """Read the adapter that training starts from. Every rank calls it.
-
-    Raises UserError unless it is one of this base model, with the rank, alpha and modules of `config`.
-    """
-    directory = config.adapter
-    assert directory is not None
-
-    def check() -> None:
-        read_adapter_config(directory, config.rank, config.alpha)
-        described = weights_manifest(directory).adapter if (directory / MANIFEST).is_file() else None
-        if described is None or source.directory is None:
-            return
-        if described.base != version_hash(hash_directory(source.directory)):
-            raise UserError(f"lora.adapter: {directory} is an adapter of another base model than {source.name}")
-
-    on_main(world, check)
-    agree(world, lambda: _read_adapter(policy, directory, world))
-
-
 @torch.no_grad()
-def _read_adapter(policy: nn.Module, directory: Path, world: World) -> None:
-    """Read this rank's rows."""
+def load_adapter(policy: nn.Module, directory: Path, world: World) -> None:
+    """Read this rank's rows of the adapter that training starts from. UserError if it is one of other modules."""
     path, tensors = directory / ADAPTER_FILE, {tensor.name: tensor for tensor in adapter_tensors(policy)}
     with user_errors(f"{path} is damaged or unreadable", SafetensorError, OSError), safe_open(path, "pt") as file:
         if different := sorted(tensors.keys() ^ {*file.keys()}):

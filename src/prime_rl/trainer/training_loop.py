@@ -26,7 +26,7 @@ from prime_rl.trainer.memory import watched
 from prime_rl.trainer.model import Policy, build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, clip_gradients, learning_rate
 from prime_rl.trainer.packing import Document, MicroBatch, StepSource, collate, pads_to, pinned, to_device
-from prime_rl.trainer.parallel import World, close_world, init_world, now
+from prime_rl.trainer.parallel import World, agree, close_world, init_world, now
 from prime_rl.trainer.policy_check import check_policy
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.report import MetricRows, Named, Report, StepMetrics, stop_signal, sum_on_device
@@ -95,8 +95,8 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         )  # fmt: skip
         computed = compute_dtype(config.model.dtype, world.device)
         check_policy(policy, source.name, world, computed)
-        if lora is not None and lora.adapter is not None:
-            load_adapter(policy, lora, source, world)
+        if lora is not None and (adapter := lora.adapter) is not None:
+            agree(world, lambda: load_adapter(policy, adapter, world))
         optimizer = build_optimizer(policy, config.optim)
         progress = checkpoints.load(policy, optimizer)
         start = progress.step

@@ -10,15 +10,19 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from prime_rl.config.merge import MergeConfig
 from prime_rl.config.trainer import AdamW, LoRAConfig, TrainerModel
+from prime_rl.entrypoints.merge import described
 from prime_rl.errors import UserError
+from prime_rl.launcher.preflight import check_lora
 from prime_rl.trainer.lora import load_adapter
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.memory import Shape
+from prime_rl.trainer.merge import merge
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.packing import collate
-from prime_rl.trainer.parallel import World
+from prime_rl.trainer.parallel import World, close_world
 from prime_rl.trainer.parameters import is_adapter, named_parameters
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.source import find_model
@@ -89,7 +93,7 @@ def test_training_starts_from_an_adapter_of_pefts(make: Make, world: World, tied
     theirs.save_pretrained(tmp_path)
     lora = LoRAConfig(rank=4, alpha=8, adapter=tmp_path)
     policy = make(tied_model, lora, trained=False)
-    load_adapter(policy, lora, find_model(str(tied_model)), world)
+    load_adapter(policy, tmp_path, world)
     want = architectures.transformers_outcome(tied_model, DOCUMENTS, adapter=tmp_path).logprob
     torch.testing.assert_close(outcome(policy).logprob, want, atol=1e-5, rtol=0)
 
@@ -128,7 +132,7 @@ def test_adapters_of_experts_have_a_tensor_for_each(make: Make, world: World, mo
             assert [list(tensors[key.format(e)].shape) for e in range(experts.num_experts)] == [shape] * 5
     again = LoRAConfig(**lora.model_dump() | {"adapter": directory})
     other = make(moe_model, again, trained=False)
-    load_adapter(other, again, find_model(str(moe_model)), world)
+    load_adapter(other, directory, world)
     assert torch.equal(outcome(policy).logprob, outcome(other).logprob)
 
 
@@ -180,7 +184,7 @@ def test_modules_that_cannot_have_adapters_are_named(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"r": 8}, "r = 8, not 4: give --lora.rank"),
+        ({"r": 8}, "has rank 8, not 4: give lora.rank"),
         ({"use_dora": True}, "use_dora = True, which is not supported"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"tensor": "x"}, "has a tensor x"),
@@ -200,5 +204,32 @@ def test_adapters_that_do_not_fit_are_refused(
         save_file({**load_file(path), "x": torch.zeros(1)}, path)
     if "missing" in change:
         config.unlink()
+
+    def load() -> None:
+        check_lora(lora, str(tied_model))
+        load_adapter(policy, directory, world)
+
     with pytest.raises(UserError, match=message):
-        load_adapter(policy, lora, find_model(str(tied_model)), world)
+        load()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_merged_directory_is_checked(
+    make: Make, world: World, moe_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Contract: `prime-merge` writes what transformers loads, and leaves nothing where it computes something else."""
+    lora = LoRAConfig(rank=8, experts=True)
+    policy = make(moe_model, lora)
+    adapter = write(policy, world, moe_model, tmp_path / "adapter", lora)
+    config = MergeConfig(adapter=adapter, output_dir=tmp_path / "out", model={"name": str(moe_model)})
+    config.weights.dtype = dtype
+    want = outcome(policy).logprob
+    close_world()
+    assert dtype in merge(config, described(config))
+    got = architectures.transformers_outcome(config.output_dir, DOCUMENTS).logprob
+    torch.testing.assert_close(got, want, atol=1e-5 if dtype == "float32" else 0.2, rtol=0)
+    monkeypatch.setattr(WeightCopy, "_whole", lambda copies, parameter: torch.zeros(parameter.shape))
+    config.output_dir = tmp_path / "wrong"
+    with pytest.raises(UserError, match="do not compute what the adapter does"):
+        merge(config, described(config))
+    assert not config.output_dir.exists()
