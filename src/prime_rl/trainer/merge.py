@@ -37,8 +37,8 @@ def merge(config: MergeConfig, lora: LoRAConfig) -> str:
         del policy, scorer
         with Stage(config.output_dir) as stage:
             tensors = copies.write_files(copies.to_host(), source, stage.path)
-            found = _score(find_model(str(stage.path), config.model.trust_remote_code), world)
-            gap, rounding = (found - rounded).abs().max().item(), (found - exact).abs().max().item()
+            written = _score(find_model(str(stage.path), config.model.trust_remote_code), world)
+            gap, rounding = (written - rounded).abs().max().item(), (written - exact).abs().max().item()
             if not gap <= LIMIT:
                 raise UserError(f"the merged weights do not compute what the adapter does: off by {gap:.2g} nats")
             if config.output_dir.is_dir():

@@ -47,10 +47,12 @@ class ReferenceScorer:
         batch = collate([document], 1, pads_to(world.device))
         self._batch = to_device(pinned([batch], world.device)[0], world.device)
         routers = set(moe.router_parameters(policy))  # always computed in float32
+        # Of weights that are merged, the sum is rounded.
+        summed = {weight for each in lora.adapters(policy) for weight, _ in each.weights()} if self._merged else set()
         self._rounded = [
             parameter
             for name, parameter in policy.named_parameters()
-            if serve is None or is_adapter(name) == (serve == "adapter")
+            if (serve is None or is_adapter(name) == (serve == "adapter")) and parameter not in summed
             if (torch.float32 if parameter in routers else computed).itemsize > exported.itemsize
         ]
 
