@@ -2,6 +2,7 @@
 
     python benchmarks/weight_sync.py --case tiny --case "0.6B layers=1" --json benchmarks/results/weight_sync_cpu.json
     python benchmarks/weight_sync.py --device cuda --case "0.6B on=memory" --case "0.6B on=memory tp=2"    # 1 or 2 GPUs
+    python benchmarks/weight_sync.py --device cuda --case "8B on=memory lora=16 in_flight=32 syncs=10"
 
 A real `inference` server generates for 64 requests at a time, of which 4 are watched token by token, while this process
 changes a policy's weights, commits them as the trainer does, and has the server load them. Needs vLLM (0.31 or 0.26)
@@ -20,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,11 @@ from machine import describe_gpus, describe_machine
 from package import plugin_path
 from steps import TOKENIZER, model_source
 from tables import sync_lines, text_table
+from torch import Tensor
 
-from prime_rl.config.trainer import TrainerModel, WeightsConfig
+from prime_rl.config.trainer import LoRAConfig, TrainerModel, WeightsConfig
 from prime_rl.trainer.model import Policy, build_policy
-from prime_rl.trainer.parallel import World, close_world, init_world, seconds
+from prime_rl.trainer.parallel import World, close_world, init_world, local_part, seconds
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_copy import WeightCopy
 from prime_rl.trainer.weight_publisher import WeightPublisher, write_version
@@ -66,6 +68,7 @@ class Case:
     syncs: int = 5
     priority: int = 0  # of the prompt that proves what is served (-1: before what waits)
     tp: int = 1  # GPUs that share every layer of the server
+    lora: int = 0  # rank of the adapters that are trained and served (0: all weights)
 
 
 def parse_case(text: str) -> Case:
@@ -73,7 +76,7 @@ def parse_case(text: str) -> Case:
     model, *rest = text.split()
     given = dict(part.split("=", 1) for part in rest)
     on = given.pop("on", "disk")
-    known = {"layers", "in_flight", "watched", "tokens", "syncs", "priority", "tp"}
+    known = {"layers", "in_flight", "watched", "tokens", "syncs", "priority", "tp", "lora"}
     if on not in ("disk", "memory") or given.keys() - known:
         raise ValueError(f"{text!r}: on is disk or memory; the others are {', '.join(sorted(known))}")
     return Case(
@@ -121,7 +124,9 @@ class Writer:
         self.world: World = init_world(device, 600)
         self.source: Source = model_source(case.model, case.layers)
         config = TrainerModel(attention="sdpa", compile=False, activation_checkpointing="none")
-        self.policy: Policy = build_policy(self.source, config, self.world)
+        self._lora = LoRAConfig(rank=case.lora) if case.lora else None
+        self.policy: Policy = build_policy(self.source, config, self.world, lora=self._lora)
+        self._trained: list[Tensor] = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         self.source.config.architectures = [type(self.policy.lm).__name__]  # a made-up shape does not say it; vLLM asks
         self._memory = case.on == "memory"
         self._publisher: WeightPublisher | None = None
@@ -134,21 +139,26 @@ class Writer:
         seconds(*copies.copy())
         write_version(copies, self.source, directory, version=0, incarnation=0)
 
-    def open(self, root: Path) -> None:
-        """Publish in `root/weights` from now on."""
-        self.bytes = sum(parameter.numel() * 2 for parameter in self.policy.parameters())
+    def open(self, root: Path, base: Path) -> None:
+        """Publish in `root/weights` from now on. Adapters are beside the model in `base`, not zero."""
+        self.bytes = sum(parameter.numel() * 2 for parameter in self._trained)
+        if self._lora is not None:
+            self.source = replace(self.source, directory=base)
+            for parameter in self._trained:
+                local_part(parameter).detach().normal_(std=0.01)
         self._publisher = WeightPublisher(
             root, self.policy, self.source, self.world, torch.bfloat16,
             weights=WeightsConfig(transport="memory", host="127.0.0.1"), memory=self._memory, gpu=True,
+            lora=self._lora,
             on_committed=lambda version, times: self._times.update(times),
         )  # fmt: skip
         self._publisher.open(0)
         self._publisher.settle()
 
     def step(self) -> float:
-        """Change every weight. Returns when that was done."""
+        """Change everything that is trained. Returns when that was done."""
         with torch.no_grad():
-            torch._foreach_mul_(list(self.policy.parameters()), self._factor)
+            torch._foreach_mul_(self._trained, self._factor)
         self._factor = 1 / self._factor
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
@@ -187,7 +197,7 @@ def measure(case: Case, writer: Writer, running: InferenceServer, scratch: Path,
     """All of a case: its row. Its versions are numbered from `first` on."""
     root = Path(tempfile.mkdtemp(prefix="weight_sync-", dir=scratch))
     try:
-        writer.open(root)
+        writer.open(root, running.model)
         with load(case, running, scratch / "arrivals.npz") as arrived:
             with httpx.Client(
                 base_url=running.root, timeout=120, trust_env=False
@@ -263,6 +273,8 @@ def server(case: Case, device: str, model: Path, scratch: Path) -> Iterator[Infe
     """A real one, on the last GPU, or with `tp` on all."""
     settings: dict[str, Any] = {"weights_root": "/", "max_model_len": 512}
     settings["tensor_parallel_size"] = case.tp
+    if case.lora:
+        settings["lora"] = {"max_rank": case.lora}
     if case.priority:
         settings["vllm"] = {"scheduling_policy": "priority"}
     environment: dict[str, str] = {}
@@ -339,7 +351,9 @@ def main() -> None:
     if options.json is not None and options.json.exists():
         rows = json.loads(options.json.read_text())["rows"]
     machine = {**describe_machine(), "gpus": describe_gpus() if options.device == "cuda" else []}
-    for _, cases in groupby(options.case, key=lambda case: (case.model, case.layers, case.priority, case.tp)):
+    for _, cases in groupby(
+        options.case, key=lambda case: (case.model, case.layers, case.priority, case.tp, case.lora)
+    ):
         with tempfile.TemporaryDirectory(dir=options.scratch, prefix="weight_sync-") as scratch:
             for row in measure_together([*cases], options.device, Path(scratch)):
                 rows[row["name"]] = {**row, "measured": machine}
