@@ -91,6 +91,7 @@ class Case:
         settings: Options of the trainer's `model` section; none is a user's run without any option.
         optim: Options of its `optim` section.
         objective: Options of its `loss` section (`loss.type=gspo`).
+        lora: Options of its `lora` section (`lora.rank=16`); none: all weights are trained.
         bar: Tokens per second per rank to reach; `mfu_bar` the same in per cent of the peak, `within` the GiB allowed.
         peer: What the peer reaches.
     """
@@ -111,6 +112,7 @@ class Case:
     settings: dict[str, object] = field(default_factory=dict)
     optim: dict[str, object] = field(default_factory=dict)
     objective: dict[str, object] = field(default_factory=dict)
+    lora: dict[str, object] = field(default_factory=dict)
     bar: float | None = None
     mfu_bar: float | None = None
     within: float | None = None
@@ -129,25 +131,22 @@ _KINDS: dict[str, Any] = {
     "loss": str,
     **dict.fromkeys(("export", "logprob_check", "replay"), lambda text: text == "true"),
 }
+_SECTIONS = {"": "settings", "optim": "optim", "loss": "objective", "lora": "lora"}  # of options: their field
 
 
 def parse_case(text: str) -> Case:
-    """Parse `MODEL DOCUMENTS [key=value …]`: keys of `Case`, `optim.key`, `loss.key`, or of the trainer's `model`."""
+    """Parse `MODEL DOCUMENTS [key=value …]`: keys of `Case`, `optim.key`, `loss.key`, `lora.key`, or of the trainer's
+    `model`."""
     model, documents, *rest = text.split()
     given: dict[str, Any] = {}
-    settings: dict[str, object] = {}
-    optim: dict[str, object] = {}
-    objective: dict[str, object] = {}
+    options: dict[str, Any] = {name: {} for name in _SECTIONS.values()}
     for key, _, value in (item.partition("=") for item in rest):
         if key in _KINDS:
             given[key] = _KINDS[key](value)
-        elif key.startswith("optim."):
-            optim[key.removeprefix("optim.")] = value
-        elif key.startswith("loss."):
-            objective[key.removeprefix("loss.")] = value
         else:
-            settings[key] = value
-    return Case(text, model, documents, settings=settings, optim=optim, objective=objective, **given)
+            section, _, option = key.rpartition(".")
+            options[_SECTIONS[section]][option] = value
+    return Case(text, model, documents, **options, **given)
 
 
 def model_source(model: str, layers: int | None = None) -> Source:
@@ -203,6 +202,7 @@ def make_config(case: Case, device: str, scratch: Path) -> TrainerConfig | SFTCo
         "dist_timeout": case.limit,
         "model": {"name": name, **case.settings},
         "optim": {"type": "adamw", **case.optim},
+        "lora": case.lora or None,
     }
     kind, _, tokens = case.documents.partition(":")
     steps = case.micro_batches * case.ranks
@@ -250,8 +250,9 @@ class Bench:
         # As in a run whose versions are served.
         published = partial(published_bytes, config, source, world) if isinstance(config, TrainerConfig) else None
         self.policy = build_policy(
-            source, config.model, world, config.seed, tokens=case.tokens, optim=config.optim, published=published
-        )
+            source, config.model, world, config.seed,
+            tokens=case.tokens, optim=config.optim, published=published, lora=config.lora,
+        )  # fmt: skip
         self.optimizer = build_optimizer(self.policy, config.optim)
         self.costs = perf.step_costs(self.policy.lm, self.shape)
         self.recipe = rl.make_recipe(config) if isinstance(config, TrainerConfig) else sft.make_recipe(config)
@@ -259,22 +260,25 @@ class Bench:
         if case.replay:
             self.replay()
         self.data.start(self.costs, 0)
+        serve = None if config.lora is None else config.lora.serve
+        computed = compute_dtype(config.model.dtype, world.device)
+        exported = computed if serve == "adapter" else torch.bfloat16
         scorer = None
         if case.logprob_check and case.loss == "rl":
-            computed = compute_dtype(config.model.dtype, world.device)
-            scorer = ReferenceScorer(self.policy, world, source.config.vocab_size, computed, torch.bfloat16)
+            scorer = ReferenceScorer(self.policy, world, source.config.vocab_size, computed, exported, serve)
         self.versions = WeightPublisher(
             config.output_dir,
             self.policy,
             source,
             world,
-            torch.bfloat16,
+            exported,
             timeout=config.dist_timeout,
             scorer=scorer,
             weights=WeightsConfig(host="127.0.0.1"),
             memory=world.device.type == "cuda" and case.loss == "rl",  # as `trainer.weights.transport = "auto"` does
             gpu=case.loss == "rl",
             async_level=1,
+            lora=config.lora,
             on_committed=lambda version, times: self.report.more_metrics(version - 1, times),
         )
         self.versions.open(0)
@@ -424,7 +428,9 @@ def _row(bench: Bench, seconds: float, begun: list[float], peaks: list[float]) -
         "parts_ms": {name: median(f"time/{key}") for name, key in parts.items()},
         "export_ms": {name: median(f"time/export_{name}") for name in export},
         "mfu": rate and rate * float(bench.costs.of(lengths).sum()),
-        "peer_mfu": rate
+        "peer_mfu": None  # which counts a gradient of every weight
+        if case.lora
+        else rate
         and rate * peer_flops(perf.matmul_parameters(bench.policy.lm), bench.shape, sum(lengths), case.tokens),
         "estimated_gib": bench.estimated_gib(),
         "allocated_gib": peaks[0],

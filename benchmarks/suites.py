@@ -84,10 +84,40 @@ OPTIM = tuple(
     )
 )
 
+
+def _adapted(case: Case) -> Case:
+    """The same with adapters in place of all weights."""
+    return replace(case, name=f"{case.name}, LoRA", lora={"rank": 16})
+
+
+def _packed(case: Case) -> Case:
+    return replace(case, name=case.name.replace("one 16k document", "four 4k documents"), documents="4x4096")
+
+
+_FULL: dict[str, object] = {"activation_checkpointing": "full"}
+_HALF = Case("Qwen3-8B, 18 of 36 layers, one 16k document", "8B", "1x16384", layers=18, steps=4)
+_WHOLE = Case("Qwen3-8B, one 16k document, ≤ 76 GiB", "8B", "1x16384", settings={"memory_limit": 76}, steps=4)
+_LARGE = Case("Qwen3-32B, 8k tokens, recompute full", "32B", "1x8192", settings=_FULL, warm=2, steps=3, limit=200)
+_SMALL = Case("Qwen3-0.6B, one 16k document", "0.6B", "1x16384", steps=10)
+# Adapters, each held against the MFU of the same shape when all weights are trained. Half the layers of 8B stand for
+# all, which do not fit beside their optimizer's states. 76 GiB are what a GPU of 80 GB leaves to torch.
+LORA = (
+    _HALF,
+    _adapted(_WHOLE),
+    _adapted(_LARGE),
+    _adapted(_HALF),
+    _SMALL,
+    _adapted(_SMALL),
+    _packed(_HALF),
+    _adapted(_packed(_WHOLE)),
+    _adapted(_packed(_HALF)),
+)
+
 TINY = (
     Case("tiny, packed", "tiny", "4x64", steps=2, warm=2, bar=1.0),
     Case("tiny experts", "tiny-moe", "8x32", steps=2, warm=2, mfu_bar=40.0),
     Case("tiny, SFT", "tiny", "2x64", loss="sft", export=False, steps=2, warm=2),
+    Case("tiny, LoRA", "tiny", "4x64", lora={"rank": 8}, steps=2, warm=2),
 )
 
 # What losses of whole sequences cost, which go through the head twice. The second clips nothing: a step in which all
@@ -107,5 +137,6 @@ SUITES = {
     "ranks": RANKS,
     "optim": OPTIM,
     "losses": LOSSES,
+    "lora": LORA,
     "tiny": TINY,
 }

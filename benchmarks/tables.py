@@ -82,10 +82,11 @@ def _percent(share: float | None) -> str:
 def suite_table(suite: str, cases: Sequence[Case], rows: Mapping[str, Row]) -> Table:
     """The table of a suite, without columns that have nothing to say."""
     lines = [[*HEADINGS], *(cells(case, rows.get(case.name)) for case in cases)]
-    if suite == "ranks":
-        lines[0].insert(2, "times 1 rank")
+    if suite in _RELATIVE:
+        heading, relative = _RELATIVE[suite]
+        lines[0].insert(2, heading)
         for case, line in zip(cases, lines[1:], strict=True):
-            line.insert(2, _of_one_rank(case, cases, rows))
+            line.insert(2, relative(case, cases, rows))
     used = [column for column in range(len(lines[0])) if column < 2 or any(line[column] for line in lines[1:])]
     return [[line[column] for column in used] for line in lines]
 
@@ -100,6 +101,17 @@ def _of_one_rank(case: Case, cases: Sequence[Case], rows: Mapping[str, Row]) -> 
     if not _measured(case, rows) or not _measured(alone, rows):
         return ""
     return f"{case.ranks * rows[case.name]['tokens_per_second'] / rows[alone.name]['tokens_per_second']:.2f} ×"
+
+
+def _of_all_weights(case: Case, cases: Sequence[Case], rows: Mapping[str, Row]) -> str:
+    """The MFU of adapters, as a share of that of the same documents when all weights are trained."""
+    shape = case.model, case.documents
+    whole = next((other for other in cases if not other.lora and (other.model, other.documents) == shape), case)
+    mfu, of_whole = (rows.get(each.name, {}).get("mfu") for each in (case, whole))
+    return f"{mfu / of_whole:.2f} ×" if case.lora and whole is not case and mfu and of_whole else ""
+
+
+_RELATIVE = {"ranks": ("times 1 rank", _of_one_rank), "lora": ("MFU, of all weights'", _of_all_weights)}
 
 
 def case_table(suite: str, cases: Sequence[Case], rows: Mapping[str, Row]) -> str:
@@ -215,6 +227,10 @@ _TITLES = {
     "ranks": (
         "Several GPUs, each with two micro-batches a step; tokens/s and memory are per GPU. "
         "The bar is 1.9 times 1 rank for 2."
+    ),
+    "lora": (
+        "Adapters of rank 16 in place of all weights. FLOP are counted without gradients of frozen weights; the bar is "
+        "0.9 of the MFU when all weights of that shape are trained."
     ),
 }
 

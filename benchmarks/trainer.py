@@ -1,7 +1,7 @@
 """Speed and memory of the trainer: whole steps on real shapes with random weights and fake data, a process for a case.
 
     python benchmarks/trainer.py --suite bars                                   # what is to be reached on one H200
-    python benchmarks/trainer.py --suite optim | ranks | losses
+    python benchmarks/trainer.py --suite optim | ranks | losses | lora
     python benchmarks/trainer.py --case "4B 1x16384 memory_limit=80" --case "0.6B 16x4096 loss.type=gspo"
     python benchmarks/trainer.py --device cpu --suite tiny                      # no GPU
     python benchmarks/trainer.py --table                                        # README.md's tables from the JSON files

@@ -3,8 +3,8 @@
 #
 #   benchmarks/gpu/suite.sh OUT [SECONDS] [PART…]
 #
-# PART: of the trainer:   check bars optim ranks losses bench oom
-#       with vLLM:        shared (ours and TRL on one GPU, one after the other), two (two GPUs: a whole run, and rollouts alone), sync, sync-4B
+# PART: of the trainer:   check bars optim ranks losses lora bench oom
+#       with vLLM:        shared (ours and TRL on one GPU, one after the other), two (two GPUs: a whole run, and rollouts alone), sync, sync-4B, sync-lora
 #
 # Needs Python with torch and the trainer's packages (PYTHON, default python3), for the second line vLLM and TRL, too; `src` is put on PYTHONPATH.
 # Writes trainer.json, end_to_end.json, rollout.json, weight_sync.json and suite.log into the folder OUT. A part that fails or runs out of time leaves what it has measured and keeps no other from running. ONLY="text" measures only the rows whose name contains it. The tables in benchmarks/README.md come from these files:
@@ -66,6 +66,7 @@ for part in $parts; do
         optim) trainer optim 200 ;;
         ranks) trainer ranks 400 ;;
         losses) trainer losses 300 ;;
+        lora) trainer lora 480 ;;
         shared)
             clear_gpus
             run shared-512 265 "$here/end_to_end.py" shared-512 --model-dir "$model" --steps 16 --timeout 225 --json "$out/end_to_end.json"
@@ -86,6 +87,11 @@ for part in $parts; do
         sync-4B)
             clear_gpus
             run sync-4B 400 "$here/weight_sync.py" --device cuda --case "4B on=memory" --json "$out/weight_sync.json"
+            ;;
+        sync-lora) # the model's 16 GB are written first, to SCRATCH
+            clear_gpus
+            run sync-lora 300 "$here/weight_sync.py" --device cuda --case "8B on=memory lora=16 in_flight=32 syncs=10" --json "$out/weight_sync.json" \
+                ${SCRATCH:+--scratch "$SCRATCH"}
             ;;
         bench) # the trainer's own command, without any option, beside the same case of `bars`
             run bench 120 -m prime_rl.entrypoints.trainer --bench --output-dir "$(mktemp -d)" --seq-len 16384 \

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from prime_rl.config import RLConfig, parse
 from prime_rl.config.shared import EnvConfig
 
@@ -23,9 +25,10 @@ finally:
     sys.path.remove(str(BENCHMARKS))
 
 
-def test_a_case_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", ["", " lora.rank=4"])
+def test_a_case_on_a_cpu(tmp_path: Path, more: str) -> None:
     """A case in a process of its own: its row has everything that a table shows."""
-    rows, log, case = tmp_path / "rows.json", tmp_path / "log", "tiny 2x32 steps=1 warm=2"
+    rows, log, case = tmp_path / "rows.json", tmp_path / "log", f"tiny 2x32 steps=1 warm=2{more}"
     command = [sys.executable, str(BENCHMARKS / "trainer.py"), "--device", "cpu", "--case", case]
     command += ["--json", str(rows), "--log", str(log), "--scratch", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path)
@@ -47,6 +50,13 @@ def test_every_suite_is_a_valid_config() -> None:
         if case.loss == "rl" and ":" not in case.documents:
             fake = config.data.fake
             assert fake.batch_size * fake.seq_len == case.tokens * case.micro_batches * case.ranks
+
+
+def test_adapters_are_held_against_all_weights() -> None:
+    """Each row of adapters but that of the model without another one is a share of the MFU of the same documents."""
+    rows = {case.name: {"mfu": 45.0 if case.lora else 50.0} for case in suites.LORA}
+    shares = [tables._of_all_weights(case, suites.LORA, rows) for case in suites.LORA]
+    assert shares == ["0.90 ×" if case.lora and case.model != "32B" else "" for case in suites.LORA]
 
 
 def test_a_simulated_fleet() -> None:

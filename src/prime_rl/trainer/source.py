@@ -26,6 +26,7 @@ _KNOWN: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "Qwen/Qwen3-1.7B": ((2048, 28, 16, 8, 6144, True), {}),
     "Qwen/Qwen3-4B": ((2560, 36, 32, 8, 9728, True), {}),
     "Qwen/Qwen3-8B": ((4096, 36, 32, 8, 12288, False), {}),
+    "Qwen/Qwen3-32B": ((5120, 64, 64, 8, 25600, False), {}),
     "Qwen/Qwen3-30B-A3B": ((2048, 48, 32, 4, 6144, False), _EXPERTS),
 }
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]

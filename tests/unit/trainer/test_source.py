@@ -15,6 +15,7 @@ from prime_rl.trainer.source import find_model
         ("Qwen/Qwen3-1.7B", 1_720_574_976),
         ("Qwen/Qwen3-4B", 4_022_468_096),
         ("Qwen/Qwen3-8B", 8_190_735_360),
+        ("Qwen/Qwen3-32B", 32_762_123_264),
         ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
     ],
 )
