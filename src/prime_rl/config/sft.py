@@ -69,6 +69,6 @@ class SFTConfig(TrainingConfig):
     share = staticmethod(share_eval_server)
 
     def checks(self) -> Checks:
-        serve_adapters(self.inference, self.lora)
+        yield serve_adapters(self.inference, self.lora, "lora")
         unused = self.inference is not None and self.eval is None
         yield conflict(unused, "<inference> starts a server for evaluations, and there is no [eval]")

@@ -243,14 +243,31 @@ class LoRAConfig(Section):
         adapts = self.serve == "adapter"
         whole = "<modules_to_save> are no part of an adapter that vLLM serves: set <serve> = merged"
         most = f"<rank> {self.rank} exceeds {ADAPTER_RANKS[-1]}, the most that vLLM serves: set <serve> = merged"
+        nothing = not (self.target_modules or self.experts or self.modules_to_save)
+        yield conflict(nothing, "<target_modules> is empty: nothing would be trained")
         yield conflict(adapts and self.modules_to_save, whole)
         yield conflict(adapts and self.rank > ADAPTER_RANKS[-1], most)
 
+    def describe(self) -> str:
+        """Say what is trained and made of it."""
+        made = "" if self.serve == "adapter" else ", merged,"
+        begin = "" if self.adapter is None else f" that begin as {self.adapter}"
+        return f"adapters of rank {self.rank}{begin}{made}"
 
-def serve_adapters(server: InferenceConfig | None, lora: LoRAConfig | None) -> None:
-    """Have the server of a run make room for its adapters, unless that is set already."""
-    if server is not None and server.lora is None and lora is not None and lora.serve == "adapter":
-        server.lora = AdaptersConfig(max_rank=lora.rank)
+
+def serve_adapters(server: InferenceConfig | None, lora: LoRAConfig | None, section: str) -> Problem | None:
+    """Have the server of a run make room for its adapters, unless that is set already; return what contradicts them.
+    `section` is the path of `lora`."""
+    if server is None:
+        return None
+    if lora is None or lora.serve == "merged":
+        full = (
+            f"<inference.lora> serves adapters alone, and versions are full weights: leave it out, or give <{section}>"
+        )
+        return conflict(server.lora is not None, f"{full}{'' if lora is None else '.serve = adapter'}")
+    server.lora = server.lora or AdaptersConfig(max_rank=lora.rank)
+    room = f"<inference.lora.max_rank> {server.lora.max_rank} is too small for <{section}.rank> {lora.rank}"
+    return conflict(server.lora.max_rank < lora.rank, room)
 
 
 class ExportConfig(Section):

@@ -18,7 +18,8 @@ def main() -> None:
 def run(config: SFTConfig) -> None:
     """Check what can be checked before torch is imported, then train, which writes the resolved config."""
     check_model(config.model.name, weights=config.data.fake is None)
-    check_lora(config.lora, config.model.name)
+    resumes = config.ckpt is not None and config.ckpt.resume_step is not None
+    check_lora(config.lora, config.model.name, resumes=resumes)
     for environment in [] if config.eval is None or config.bench else config.eval.environments:
         check_environment(environment)
     if config.data.fake is None:
@@ -44,7 +45,8 @@ def run(config: SFTConfig) -> None:
 
 def plan(config: SFTConfig) -> list[str]:
     data, weights = "fake data" if config.data.fake else config.data.name, config.output_dir / "weights"
-    lines = [f"sft: {config.model.name} on {config.device}, {data}, weights to {weights}"]
+    what = "weights" if config.lora is None else config.lora.describe()
+    lines = [f"sft: {config.model.name} on {config.device}, {data}, {what} to {weights}"]
     if config.eval is not None:
         names = ", ".join(env.name for env in config.eval.environments)
         server = config.inference.server if config.inference else None

@@ -14,7 +14,8 @@ def main() -> None:
 def run(config: TrainerConfig) -> None:
     """Check what can be checked before torch is imported, then train, which writes the resolved config."""
     check_model(config.model.name, weights=config.data.fake is None)
-    check_lora(config.lora, config.model.name)
+    resumes = config.recover or (config.ckpt is not None and config.ckpt.resume_step is not None)
+    check_lora(config.lora, config.model.name, resumes=resumes)
     if (accepted := begin(config, "trainer", plan)) is None:
         return
     with quick_imports():
@@ -27,7 +28,8 @@ def run(config: TrainerConfig) -> None:
 
 def plan(config: TrainerConfig) -> list[str]:
     data = "fake data" if config.data.fake else f"rollouts in {config.output_dir / 'rollouts'}"
-    return [f"trainer: {config.model.name} on {config.device}, {data}, versions to {config.output_dir / 'weights'}"]
+    what = "versions" if config.lora is None else config.lora.describe()
+    return [f"trainer: {config.model.name} on {config.device}, {data}, {what} to {config.output_dir / 'weights'}"]
 
 
 if __name__ == "__main__":

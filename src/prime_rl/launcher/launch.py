@@ -121,7 +121,7 @@ def _check(config: RLConfig) -> None:
     sections = (config.trainer, config.orchestrator, config.inference)
     for name in {section.model.name for section in sections if section is not None}:
         preflight.check_model(name)
-    preflight.check_lora(config.trainer.lora, config.trainer.model.name)
+    preflight.check_lora(config.trainer.lora, config.trainer.model.name, resumes=_resumes(config))
     check_wandb(config.trainer.monitor.wandb, config.orchestrator.monitor.wandb)
     if config.inference is not None:
         guarded_host(config.inference)

@@ -75,6 +75,7 @@ class Plan:
     configs: Mapping[Path, BaseConfig]
     servers: tuple[ServerSpec, ...]
     output_dir: Path
+    versions: str = ""  # what they are, unless full weights
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
     )
     files = {configs[name]: section for name, section in sections.items()}
     external = ServerSpec(", ".join(client.base_urls), client.ready_timeout)
-    return Plan(processes, files, tuple(servers.values()) or (external,), config.output_dir)
+    versions = "" if config.trainer.lora is None else config.trainer.lora.describe()
+    return Plan(processes, files, tuple(servers.values()) or (external,), config.output_dir, versions)
 
 
 def config_path(config: RLConfig, name: str) -> Path:
@@ -161,6 +163,7 @@ def describe(plan: Plan) -> str:
         variables = [f"{key}={'***' if key.endswith('KEY') else value}" for key, value in sorted(process.env.items())]
         lines += [f"{process.name:<13}  {where:<10}  log {process.log}", f"{'':<15}{shlex.join(process.argv)}"]
         lines += [f"{'':<15}{' '.join(variables)}"] if variables else []
+    lines += [f"versions       {plan.versions}"] if plan.versions else []
     for server in plan.servers:
         whose = "already running" if server.port is None else f"port {server.port}"
         lines.append(f"server         {server.url} ({whose})")

@@ -26,8 +26,11 @@ def check_model(name: str, *, weights: bool = True) -> None:
         checks.check_model(path, weights)
 
 
-def check_lora(config: LoRAConfig | None, model: str) -> None:
-    """Raise UserError for layers that the model has not, and for an adapter to start from that does not fit."""
+def check_lora(config: LoRAConfig | None, model: str, *, resumes: bool = False) -> None:
+    """Raise UserError for layers that the model has not, and for an adapter to start from that does not fit.
+
+    `resumes`: the run may go on from a state of its own, for which nobody reads that adapter.
+    """
     if config is None:
         return
     directory = checks.model_directory(model)
@@ -38,7 +41,7 @@ def check_lora(config: LoRAConfig | None, model: str) -> None:
                 near = difflib.get_close_matches(name, layers, 1)
                 hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(layers)}"
                 raise UserError(f"lora.target_modules: {model} has no layer {name}; {hint}")
-    if (adapter := config.adapter) is None:
+    if resumes or (adapter := config.adapter) is None:
         return
     described = read_adapter_config(adapter)
     for option, key in (("rank", "r"), ("alpha", "lora_alpha")):

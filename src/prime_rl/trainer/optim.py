@@ -219,11 +219,13 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> ShardedOptimizer:
     beta1, beta2 = (config.betas1, config.betas2) if config.type == "adamw" else (0.9, 0.95)
     if config.type == "muon":
         hidden = [(name, parameter) for name, parameter in named if is_hidden_matrix(name, parameter)]
-        groups.append(muon_group(hidden, {**settings, "momentum": config.momentum}, config.offload))
+        if hidden:
+            groups.append(muon_group(hidden, {**settings, "momentum": config.momentum}, config.offload))
         named = [(name, parameter) for name, parameter in named if not is_hidden_matrix(name, parameter)]
     others = {**settings, "beta1": beta1, "beta2": beta2, "eps": 1e-8}
     names = "exp_avg", "exp_avg_sq"
-    groups.append(ParameterGroup([p for _, p in named], others, names, adamw, host=config.offload))
+    if named:
+        groups.append(ParameterGroup([p for _, p in named], others, names, adamw, host=config.offload))
     return ShardedOptimizer(groups)
 
 

@@ -95,7 +95,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         )  # fmt: skip
         computed = compute_dtype(config.model.dtype, world.device)
         check_policy(policy, source.name, world, computed)
-        if lora is not None and (adapter := lora.adapter) is not None:
+        if lora is not None and (adapter := lora.adapter) is not None and checkpoints.resumed is None:
             agree(world, lambda: load_adapter(policy, adapter, world))
         optimizer = build_optimizer(policy, config.optim)
         progress = checkpoints.load(policy, optimizer)

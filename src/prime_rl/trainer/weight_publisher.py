@@ -141,7 +141,7 @@ class WeightPublisher:
         reference = None if scored is None else agree(self.world, scored)
         self.incarnation, base = on_main(self.world, lambda: self._open(start, reference))
         self._committer.submit("memory for the weights", lambda: on_main(self._background, self._prepare))
-        if self._from_adapter and base is not None:
+        if self._from_adapter and start == 0 and base is not None:
             self.ensure(0, durable=True)  # servers begin with it
         return self.incarnation, base
 

@@ -94,9 +94,11 @@ class WeightsManifest:
     adapter: AdapterDescription | None = None  # None: full weights
 
     @property
-    def base_hash(self) -> str:
-        """Of version 0: the hash of the base model."""
-        return self.hash if self.adapter is None else self.adapter.base
+    def base_hash(self) -> str | None:
+        """Of version 0: the hash of the base model; None if it is an adapter's sum with it."""
+        if self.adapter is not None:
+            return self.adapter.base
+        return self.hash if self.base else None
 
     @property
     def files(self) -> Path:
@@ -291,6 +293,8 @@ def write_base_version(root: Path, model: Path, reference: LogprobReference | No
         with commit.stage(directory, step=0, producer="trainer", extra=extra):
             pass
     existing = weights_manifest(directory)
+    if existing.base is None:
+        raise CommitError(f"{directory} is no base model: the run began with an adapter; give its lora.adapter again")
     if existing.hash != extra["hash"]:
         raise CommitError(f"{directory} belongs to another base model ({existing.base}), not to {model}")
     return existing

@@ -300,6 +300,15 @@ rl --inference --orchestrator.client.base-url http://10.0.0.1:8000/v1
   orchestrator.client.base_url is http://10.0.0.1:8000/v1 but inference.server listens on localhost:8000
 rl --inference.server.host 10.0.0.1 --orchestrator.client.base-url http://10.0.0.2:8000
   orchestrator.client.base_url is http://10.0.0.2:8000 but inference.server listens on 10.0.0.1:8000
+# Servers hold adapters, or full weights.
+rl --trainer.lora.rank 8 --inference.lora.max-rank 4
+  inference.lora.max_rank 4 is too small for trainer.lora.rank 8
+rl --trainer.lora.serve merged --inference.lora.max-rank 8
+  inference.lora serves adapters alone, and versions are full weights: | give trainer.lora.serve = adapter
+sft --inference.lora.max-rank 8 --eval.environment.id x
+  inference.lora serves adapters alone, and versions are full weights: leave it out, or give lora
+trainer --lora.target-modules []
+  target_modules is empty: nothing would be trained
 # A server that was named is never ignored.
 rl --orchestrator.client.base-url http://a:1 http://b:1 --inference.max-model-len 64
   names 2 servers, but [inference] starts its own

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.config import SFTConfig
+from prime_rl.errors import UserError
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
 from support.trainer import hashes, metrics
@@ -78,3 +79,25 @@ def test_resume_is_bit_exact(
     assert (parts / "checkpoints" / "given_up_1_step_3").is_dir()
     for a, b in zip(metrics(whole, "sft"), metrics(parts, "sft"), strict=True):
         assert (a["loss/mean"], a["progress/total_samples"]) == (b["loss/mean"], b["progress/total_samples"])
+
+
+@pytest.mark.parametrize("serve", ["adapter", "merged"])
+def test_a_run_from_an_adapter_resumes_without_it(
+    serve: str, run_training: Run, tied_model: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """Version 0 is the adapter that training starts from, whether versions are adapters or sums; Muon trains adapters;
+    what is resumed is the checkpoint, and the run's base model stays the model."""
+    first, whole, parts = tmp_path / "first", tmp_path / "whole", tmp_path / "parts"
+    lora, common = {"rank": 4}, {"optim": {"type": "muon", "lr": 1e-2}, "ckpt": {"interval": 1}}
+    run_training(make_config(first, tied_model, dataset, max_steps=1, lora=lora, **common))
+    adapter = first / "weights" / "step_1"
+    lora |= {"adapter": adapter, "serve": serve}
+    for directory, steps in ((whole, 3), (parts, 2)):
+        run_training(make_config(directory, tied_model, dataset, max_steps=steps, lora=lora, **common))
+    assert (hashes(parts)[0] == hashes(first)[1]) is (serve == "adapter")
+    adapter.rename(tmp_path / "moved")
+    common["ckpt"]["resume_step"] = 2
+    run_training(make_config(parts, tied_model, dataset, max_steps=3, lora=lora, **common))
+    assert hashes(parts) == hashes(whole)
+    with pytest.raises(UserError, match="began with an adapter"):
+        run_training(make_config(parts, tied_model, dataset, max_steps=3, lora={"rank": 4}, **common))
