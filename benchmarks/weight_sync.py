@@ -222,7 +222,8 @@ def sync(case: Case, writer: Writer, client: httpx.Client, root: Path, version: 
     committed = time.monotonic()
     answer = client.post("/update_weights", json={"weight_dir": str(directory), "version": version})
     served = time.monotonic()
-    answer.raise_for_status()
+    if answer.is_error:
+        raise RuntimeError(answer.text)
     client.post("/inference/v1/generate", json=CANARY | {"priority": case.priority}).raise_for_status()
     proven = time.monotonic()
     for old in (root / "weights").glob("step_*"):

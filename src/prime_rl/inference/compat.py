@@ -230,8 +230,10 @@ def load_adapter(runner: Any, tensors: Mapping[str, Any], config: dict[str, Any]
     else:
         helper, names = PEFTHelper.from_dict(config), getattr(manager.model, "hf_to_vllm_mapper", None)
         helper.validate_legal(manager.lora_config)
-        if names is not None and hasattr(names, "get_rename_mapper"):  # 0.31
-            names = names.get_rename_mapper()
+        if names is not None:  # without those that put queries, keys and values together
+            names = getattr(
+                names, "get_rename_mapper" if require_engine().version == PINNED else "get_unstacked_mapper"
+            )()
         more = {"device": str(runner.device), "dtype": manager.lora_config.lora_dtype, "weights_mapper": names}
         adapter = LoRAModel.from_lora_tensors(ADAPTER, dict(tensors), helper, **more)
     manager.remove_adapter(ADAPTER)
