@@ -250,9 +250,9 @@ class LoRAConfig(Section):
 
     def describe(self) -> str:
         """Say what is trained and made of it."""
-        made = "" if self.serve == "adapter" else ", merged,"
+        merged = "" if self.serve == "adapter" else "merged "
         begin = "" if self.adapter is None else f" that begin as {self.adapter}"
-        return f"adapters of rank {self.rank}{begin}{made}"
+        return f"{merged}adapters of rank {self.rank}{begin}"
 
 
 def serve_adapters(server: InferenceConfig | None, lora: LoRAConfig | None, section: str) -> Problem | None:

@@ -76,6 +76,7 @@ class Checkpoints:
         self.output_dir, self.config, self.max_steps = config.output_dir, config.ckpt, config.max_steps
         self.root = ((config.ckpt and config.ckpt.output_dir) or config.output_dir) / "checkpoints"
         self.recovery, self.weights = config.output_dir / "recovery", config.output_dir / "weights"
+        self._alpha = None if config.lora is None else config.lora.alpha  # part of the policy, and of no tensor
         self.resumed: Path | None = None  # the state that this run resumes from
         self.base: str | None = None  # hash of the base model
         self.incarnation = 0
@@ -127,6 +128,10 @@ class Checkpoints:
             return Progress()
         directory = self.resumed
         extra = on_main(self.world, lambda: read_manifest(directory).extra)
+        if (alpha := extra.get("alpha")) is not None and self._alpha not in (None, alpha):
+            raise UserError(
+                f"{directory} was trained with another lora.alpha than {self._alpha:g}: give lora.alpha = {alpha:g}"
+            )
         agree(self.world, lambda: training_state.load(self._state(), directory / _STATE, self.world))
         return Progress(**extra["progress"])
 
@@ -320,7 +325,7 @@ class Checkpoints:
         self._copy.synchronize()
         nonce = on_main(world, lambda: secrets.token_hex(8))
         stage = agree(world, lambda: Stage(final, nonce))
-        extra = {"progress": asdict(progress), "incarnation": self.incarnation, "base": self.base}
+        extra = {"progress": asdict(progress), "incarnation": self.incarnation, "base": self.base, "alpha": self._alpha}
         with stage:
             training_state.save(state, stage.path / _STATE, world)
             on_main(world, lambda: self._await_dependencies(progress.step, final, dependencies_committed))

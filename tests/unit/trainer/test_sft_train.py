@@ -99,5 +99,7 @@ def test_a_run_from_an_adapter_resumes_without_it(
     common["ckpt"]["resume_step"] = 2
     run_training(make_config(parts, tied_model, dataset, max_steps=3, lora=lora, **common))
     assert hashes(parts) == hashes(whole)
-    with pytest.raises(UserError, match="began with an adapter"):
-        run_training(make_config(parts, tied_model, dataset, max_steps=3, lora={"rank": 4}, **common))
+    common["ckpt"]["resume_step"] = -1
+    for other, message in (({"rank": 4}, "began with an adapter"), ({**lora, "alpha": 8.0}, "lora.alpha = 32")):
+        with pytest.raises(UserError, match=message):
+            run_training(make_config(parts, tied_model, dataset, max_steps=4, lora=other, **common))
