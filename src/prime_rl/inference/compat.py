@@ -215,34 +215,69 @@ def complete_reload(model: Any) -> Iterator[None]:
 ADAPTER = 1  # vLLM's number of the adapter that the model's own name stands for
 
 
-def load_adapter(runner: Any, tensors: Mapping[str, Any], config: dict[str, Any] | None) -> None:
-    """Have a worker's model runner serve an adapter in PEFT's form, in place of the one before; without tensors none:
-    one of zeros, since requests in flight would have vLLM look for the one that they name.
+class AdapterSlot:
+    """The memory in which a worker's layers keep the adapter. Versions after the first are copied to it at once: vLLM's
+    own way packs and copies layer by layer, which takes six times as long. Raises RuntimeError as `load`."""
 
-    Raises RuntimeError if a tensor is for no layer that vLLM has: it would leave that out without a word.
-    """
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.peft_helper import PEFTHelper
+    def __init__(self, runner: Any) -> None:
+        self._runner, self._manager = runner, runner.lora_manager._adapter_manager
+        self._key: tuple[Any, ...] = ()
+        self._targets: list[Any] = []  # of each tensor
+        self._scaled: list[Any] = []  # of each B
+        self.clear()
 
-    manager = runner.lora_manager._adapter_manager
-    if config is None:
-        adapter = manager.create_dummy_lora(ADAPTER, 1, runner.lora_manager.embedding_modules)
-    else:
-        helper, names = PEFTHelper.from_dict(config), getattr(manager.model, "hf_to_vllm_mapper", None)
-        helper.validate_legal(manager.lora_config)
+    def clear(self) -> None:
+        """Hold an adapter of zeros. It stays: vLLM would look for the one that requests in flight name."""
+        self._key = ()
+        self._put(self._manager.create_dummy_lora(ADAPTER, 1, self._runner.lora_manager.embedding_modules))
+
+    def load(self, tensors: Mapping[str, Any], config: dict[str, Any]) -> None:
+        """Hold an adapter in PEFT's form. Raises RuntimeError if a tensor is for no layer that vLLM has: it would leave
+        that out without a word."""
+        import torch
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        helper = PEFTHelper.from_dict(config)
+        if self._targets and self._key == (*tensors, helper.r):
+            torch._foreach_copy_(self._targets, list(tensors.values()))
+            torch._foreach_mul_(self._scaled, helper.vllm_lora_scaling_factor)
+            return
+        helper.validate_legal(self._manager.lora_config)
+        names = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         if names is not None:  # without those that put queries, keys and values together
-            names = getattr(
-                names, "get_rename_mapper" if require_engine().version == PINNED else "get_unstacked_mapper"
-            )()
-        more = {"device": str(runner.device), "dtype": manager.lora_config.lora_dtype, "weights_mapper": names}
+            unpacked = "get_rename_mapper" if require_engine().version == PINNED else "get_unstacked_mapper"
+            names = getattr(names, unpacked)()
+        dtype = self._manager.lora_config.lora_dtype
+        more = {"device": str(self._runner.device), "dtype": dtype, "weights_mapper": names}
         adapter = LoRAModel.from_lora_tensors(ADAPTER, dict(tensors), helper, **more)
-    manager.remove_adapter(ADAPTER)
-    manager.add_adapter(adapter)
-    if runner.vllm_config.parallel_config.pipeline_parallel_size == 1 and (
-        left := adapter.loras.keys() - manager.modules
-    ):
-        raise RuntimeError(f"vLLM has no layer for the adapter of {min(left)}")
-    manager.activate_adapter(ADAPTER)
+        self._put(adapter)
+        parallel = self._runner.vllm_config.parallel_config
+        if parallel.pipeline_parallel_size == 1 and (left := adapter.loras.keys() - self._manager.modules):
+            raise RuntimeError(f"vLLM has no layer for the adapter of {min(left)}")
+        if parallel.world_size == 1:
+            self._find(tensors, helper.r, names)
+
+    def _put(self, adapter: Any) -> None:
+        self._manager.remove_adapter(ADAPTER)
+        self._manager.add_adapter(adapter)
+        self._manager.activate_adapter(ADAPTER)
+
+    def _find(self, tensors: Mapping[str, Any], rank: int, names: Any) -> None:
+        """Find where the tensors were copied to; adapters of experts, and layers packed in other ways, go vLLM's."""
+        from vllm.lora.utils import parse_fine_tuned_lora_name
+
+        memory, slot = dict[tuple[str, bool], Any](), self._manager.lora_index_to_id.index(ADAPTER)
+        for path, module in self._manager.modules.items():
+            parts = self._manager.packed_modules.get(path, [path])
+            stacks = [vars(module).get(name, ()) for name in ("lora_a_stacked", "lora_b_stacked")]
+            for a, b, part in zip(*stacks, parts, strict=False) if len(stacks[0]) == len(parts) else ():
+                memory |= {(part, True): a[slot, 0, :rank], (part, False): b[slot, 0, :, :rank]}
+        keys = [parse_fine_tuned_lora_name(name, names) for name in tensors]
+        self._targets = []
+        if all(key in memory and memory[key].shape == t.shape for key, t in zip(keys, tensors.values(), strict=True)):
+            self._key, self._targets = (*tensors, rank), [memory[key] for key in keys]
+            self._scaled = [memory[key] for key in keys if not key[1]]
 
 
 def use_whole_products(runner: Any) -> None:
@@ -286,11 +321,14 @@ def use_whole_products(runner: Any) -> None:
                 module.set_mapping(new)
 
 
-def name_adapter(state: Any, model: str) -> Any:
-    """Have all of vLLM's routes use the adapter for this model, and where no model is named; return its request."""
+def name_adapter(state: Any, model: str, loads: int) -> Any:
+    """Have all of vLLM's routes use the adapter for this model, and where no model is named; return its request.
+
+    By the number of loads its name is another one for each version: cached prefixes of one are none of the next.
+    """
     from vllm.lora.request import LoRARequest
 
-    request = LoRARequest(model, ADAPTER, model)
+    request = LoRARequest(f"{model}@{loads}", ADAPTER, model)
     state.openai_serving_models.lora_requests |= {model: request, None: request}
     return request
 

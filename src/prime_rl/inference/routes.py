@@ -261,7 +261,13 @@ class PrimeRoutes:
         assert base is not None, "vLLM has loaded it"
         status = Status(config.output_dir, config.process)
         state.prime_leaving = False
-        state.prime_lora = compat.name_adapter(state, state.prime_models[0]) if config.lora is not None else None
+        state.prime_lora = None
+
+        def name_adapter(loads: int) -> None:
+            if config.lora is not None:
+                state.prime_lora = compat.name_adapter(state, state.prime_models[0], loads)
+
+        name_adapter(0)
         engine = compat.AllEngines(engine_client, engines)
         state.prime_service = service = WeightService(
             engine,
@@ -273,6 +279,7 @@ class PrimeRoutes:
             on_device=config.stage_on_device,
             servers_on_host=config.servers_on_host * engines,
             engines=engines,
+            on_load=name_adapter,
         )
         async with asyncio.timeout(FOLLOW_SECONDS):
             await engine_client.collective_rpc("prime_follow", args=(os.getpid(),))

@@ -70,6 +70,7 @@ class WeightService:
         tied: The model's output head shares the embedding: a checkpoint may or may not hold it.
         status: Shows a change under way, during which the engine does not answer, with its deadline.
         adapters: Versions are adapters, such as these (None: full weights).
+        on_load: Called after each load, with the number of them.
         on_device: Workers may stage new weights in the GPU's memory, else in the host's, as `servers_on_host` engines
             do at the same time.
     """
@@ -77,7 +78,7 @@ class WeightService:
     def __init__(
         self, engine: AllEngines, base: Path, root: Path | None, *,
         tied: bool = False, adapters: Adapters | None = None, status: Status | None = None, on_device: bool = True,
-        servers_on_host: int = 1, engines: int = 1,
+        servers_on_host: int = 1, engines: int = 1, on_load: Callable[[int], None] = lambda loads: None,
     ) -> None:  # fmt: skip
         self._engine, self.engines = engine, engines
         self._base, self._tied, self._root, self._adapters = base, tied, root, adapters
@@ -85,6 +86,7 @@ class WeightService:
         self._stage_options = servers_on_host, on_device
         self._least_staging: float | None = None  # seconds, of all versions until now
         self._lock = asyncio.Lock()  # bounded: `_run_exclusively` takes it, with a deadline
+        self._on_load = on_load
         self._tasks: set[asyncio.Task[Any]] = set()
         self._boot, self._loads = secrets.token_hex(8), 0
         self._paused_by_client = False
@@ -216,15 +218,19 @@ class WeightService:
 
     async def _swap(self, directory: Path, identity: dict[str, Any], change: WeightUpdate) -> None:
         """Pause, load on every rank, resume. After a failed load the engine stays paused, with its requests,
-        until a load succeeds: half-loaded weights would be sampled from."""
-        version = identity["version"]
+        until a load succeeds: half-loaded weights would be sampled from.
+
+        An adapter is loaded between two steps of the engine, without a pause. Requests in flight keep their context.
+        """
+        version, paused = identity["version"], self._adapters is None or self._broken is not None
         if self._status is not None:
             self._status.waiting(f"version {version} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
         try:
             with change.measure("pause"):
                 # The cache is cleared: requests in flight rebuild their context under the new weights.
                 with change.measure("stop"):
-                    await self._stop()
+                    if paused:
+                        await self._stop()
                 try:
                     with change.measure("load"):
                         async with asyncio.timeout(LOAD_SECONDS):
@@ -233,10 +239,14 @@ class WeightService:
                     reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
                     self._broken = f"{directory} could not be loaded, nothing is sampled until a version is: {reason}"
                     logger.error("{}", self._broken)
+                    if not paused:
+                        await self._stop()
                     raise Rejected(500, self._broken) from error
                 self._broken = None
                 self._loads += 1
-                await self._resume_if_usable()
+                self._on_load(self._loads)
+                if paused:
+                    await self._resume_if_usable()
         finally:
             if self._status is not None:
                 self._status.phase("serving")

@@ -235,6 +235,7 @@ class WeightsExtension:
     prime_copies: CopyPlan | None = None
     prime_plain: bool | None = None  # not known yet
     prime_kept: compat.KeptChoices | None = None  # on a CPU, with router replay
+    prime_slot: compat.AdapterSlot | None = None  # versions are adapters: vLLM cannot load full weights beside them
     prime_whole = True  # every reload of vLLM's has finished: only another reload repairs one that has not
 
     def prime_call(self, method: str, args: Sequence[Any]) -> dict[str, Any]:
@@ -280,17 +281,16 @@ class WeightsExtension:
         After a failure on any rank the model is unusable until all have loaded another version.
         """
         staging = self.prime_staging
-        if staging is None and self.prime_adapts:
-            compat.load_adapter(self.model_runner, {}, None)
+        if staging is None and self.prime_slot is not None:
+            self.prime_slot.clear()
         elif staging is None:
             self.prime_reload(Path(directory))
         elif (str(staging.directory), staging.digest) != (directory, identity["hash"]):
             raise RuntimeError(f"{staging.directory} was staged, not {directory}")
         else:
             staging.wait(STAGE_SECONDS)
-            if self.prime_adapts:
-                tensors = dict(self.prime_tensors(staging, identity))
-                compat.load_adapter(self.model_runner, tensors, identity["adapter"])
+            if self.prime_slot is not None:
+                self.prime_slot.load(dict(self.prime_tensors(staging, identity)), identity["adapter"])
             elif staging.place == "nowhere":
                 self.prime_reload(staging.manifest().files)
                 staging.manifest()  # else it was committed anew while it was read
@@ -302,11 +302,6 @@ class WeightsExtension:
                         torch.cuda.current_stream(self.device).synchronize()
         self.prime_unstage()
         self.prime_identity = identity
-
-    @property
-    def prime_adapts(self) -> bool:
-        """Whether versions are adapters: vLLM cannot load full weights beside them."""
-        return self.vllm_config.lora_config is not None
 
     def prime_served(self) -> Identity | None:
         """The weights that this rank serves; None for those it was started with."""
@@ -321,10 +316,10 @@ class WeightsExtension:
         """End with the server process, even if that is killed. The first call that a worker gets."""
         faults.arm("inference")  # the server arms its own process
         sys.setswitchinterval(TURN_SECONDS)
-        if self.prime_adapts:
+        if self.vllm_config.lora_config is not None:
             if self.device.type == "cpu":
                 compat.use_whole_products(self.model_runner)
-            compat.load_adapter(self.model_runner, {}, None)
+            self.prime_slot = compat.AdapterSlot(self.model_runner)
         return follow(server)
 
     def prime_tensors(self, staging: Staging, identity: Identity) -> Iterable[tuple[str, Tensor]]:
