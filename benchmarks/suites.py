@@ -105,6 +105,7 @@ LORA = (
     _HALF,
     _adapted(_WHOLE),
     _adapted(_LARGE),
+    _adapted(replace(_LARGE, name=f"{_LARGE.name}, 2 ranks", ranks=2)),
     _adapted(_HALF),
     _SMALL,
     _adapted(_SMALL),

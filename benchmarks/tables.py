@@ -210,7 +210,7 @@ def _sync_cells(name: str, row: Row) -> list[str]:
 
 def _sync_part() -> list[str]:
     parts = []
-    for name in ("cpu", "h100", "h200", "one_h100", "one_h200"):
+    for name in ("cpu", "h100", "h200", "one_h100", "one_h200", "lora_h200"):
         name = f"weight_sync_{name}.json"
         rows = _read(name).get("rows", {})
         parts.append(_prose(f"`weight_sync.py`, `{name}`. {_machines(rows)}"))
