@@ -234,10 +234,15 @@ class Evaluation:
         """Yield the base (None) and the versions to evaluate, in order; with `follow` until the run has ended."""
         config = self._config
         versions = set(config.steps or _chosen(config, list_steps(directory)))
-        if config.eval_base or BASE in versions:
-            # The model that the servers were started with; it need not be the one that the run started from.
-            yield None
         writer = TrainerWatch(directory.parent, processes=_WRITERS)
+        if config.eval_base or BASE in versions:
+            while config.follow and not (list_steps(directory) or writer.ended(asked_to_stop=False)):
+                self._status.waiting("version 0", "the run that is followed", GONE_SECONDS)
+                await asyncio.sleep(LOOK_SECONDS)  # bounded: by the end of the run that is followed
+            first = weights_manifest(step_dir(directory, BASE)) if BASE in list_steps(directory) else None
+            # The adapter that the run began with, or the model that the servers were started with; it need not be the
+            # one that the run started from.
+            yield None if first is None or first.adapter is None else first
         while True:  # bounded: by the end of the run that is followed, which says so or gives no sign for long
             # Before the look: what was committed before the last word is seen.
             ended = not config.follow or writer.ended(asked_to_stop=False)

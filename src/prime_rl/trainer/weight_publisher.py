@@ -25,7 +25,7 @@ from prime_rl.trainer.weight_copy import DTYPE_NAMES, WeightCopy, on_device
 from prime_rl.transport import incarnations
 from prime_rl.transport.commit import CommitError, Stage, clean_stages, list_steps, prune, step_dir
 from prime_rl.transport.exchange import Publisher, checksums, own_address
-from prime_rl.transport.protocol import prunable, superseded_versions
+from prime_rl.transport.protocol import BASE, prunable, superseded_versions
 from prime_rl.transport.weights import (
     AdapterDescription,
     LogprobReference,
@@ -301,6 +301,8 @@ class WeightPublisher:
         if directory is None:
             base = None
         elif self._from_adapter:  # which becomes version 0
+            if start == 0 and BASE in list_steps(self.root) and weights_manifest(step_dir(self.root, BASE)).base:
+                raise UserError(f"{self.root} began without an adapter: leave lora.adapter out, or start with --clean")
             base = version_hash(hash_directory(directory))
         else:
             base = write_base_version(self.root, directory, reference).hash

@@ -19,7 +19,7 @@ from prime_rl.evals.run import Evaluation, check_versions
 from prime_rl.fleet.replicas import ReplicaPool
 from prime_rl.monitor import Status, read_metrics
 from prime_rl.monitor.status import read_status
-from prime_rl.transport.commit import step_dir
+from prime_rl.transport.commit import MANIFEST, step_dir
 from prime_rl.transport.weights import weights_manifest
 from support.evaluating import World
 
@@ -92,6 +92,16 @@ async def test_a_directory_in_one_go_equals_each_version_alone(world, base):
     assert {made[2] for made in world.pool.made} == {0, 10, 20}
     assert [update[0] for update in world.server.updates] == [20, 10, 20, 10, 20]  # never version 0
     assert (world.server.now.version, world.server.reloads) == (0, 4)
+
+
+async def test_the_adapter_that_a_run_began_with_is_its_version_0(world):
+    """Contract: then version 0 is loaded as any other, in place of what the server was started with."""
+    path = commit(world, 10, 0).directory / MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["extra"]["adapter"] = {"base": "", "config": {}}
+    path.write_text(json.dumps(manifest))
+    await world.run(weights_dir=world.weights)
+    assert [update[0] for update in world.server.updates] == [0, 10]
 
 
 async def test_what_is_finished_is_not_made_again(world):
