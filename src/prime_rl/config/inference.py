@@ -34,10 +34,9 @@ class ServerConfig(Section):
 
 
 class AdaptersConfig(Section):
-    """The adapters (LoRA) that the server can hold beside the model."""
+    """The adapter (LoRA) that the server holds beside the model."""
 
-    max_rank: int = option(16, "Largest rank of an adapter.", ge=1, le=ADAPTER_RANKS[-1])
-    max_adapters: PositiveInt = option(1, "Adapters that one batch can use.")
+    max_rank: int = option(16, "Largest rank of the adapter.", ge=1, le=ADAPTER_RANKS[-1])
 
 
 class InferenceConfig(BaseConfig):

@@ -236,13 +236,7 @@ class Evaluation:
         versions = set(config.steps or _chosen(config, list_steps(directory)))
         writer = TrainerWatch(directory.parent, processes=_WRITERS)
         if config.eval_base or BASE in versions:
-            while config.follow and not (list_steps(directory) or writer.ended(asked_to_stop=False)):
-                self._status.waiting("version 0", "the run that is followed", GONE_SECONDS)
-                await asyncio.sleep(LOOK_SECONDS)  # bounded: by the end of the run that is followed
-            first = weights_manifest(step_dir(directory, BASE)) if BASE in list_steps(directory) else None
-            # The adapter that the run began with, or the model that the servers were started with; it need not be the
-            # one that the run started from.
-            yield None if first is None or first.adapter is None else first
+            yield await self._first(directory, writer)
         while True:  # bounded: by the end of the run that is followed, which says so or gives no sign for long
             # Before the look: what was committed before the last word is seen.
             ended = not config.follow or writer.ended(asked_to_stop=False)
@@ -260,6 +254,19 @@ class Evaluation:
             else:
                 self._status.waiting("the next version", "the run that is followed", GONE_SECONDS)
                 await asyncio.sleep(LOOK_SECONDS)
+
+    async def _first(self, root: Path, writer: TrainerWatch) -> WeightsManifest | None:
+        """Return version 0 where a run began with an adapter; None for the model that the servers were started with. It
+        need not be the one that the run started from."""
+        while True:  # bounded: by the end of the run that is followed
+            committed = list_steps(root)
+            manifest = weights_manifest(step_dir(root, BASE)) if BASE in committed else None
+            if manifest is not None and manifest.publisher is None:
+                return manifest if manifest.base is None else None
+            if not self._config.follow or max(committed, default=BASE) > BASE or writer.ended(asked_to_stop=False):
+                return None
+            self._status.waiting("version 0", "the run that is followed", GONE_SECONDS)
+            await asyncio.sleep(LOOK_SECONDS)
 
     def _skip(self, version: int, why: str) -> None:
         """Say and remember that `version` is not evaluated, unless it is made again."""

@@ -142,9 +142,13 @@ class LogprobCheck:
             if served is not None:
                 self.calibrations[client.root] = Calibration(served.boot)
             return
-        if served is None or not served.holds(base):
-            served = await client.load_weights(base)
+        bare: list[float] = []  # without the adapter that the run began with, if it did
         try:
+            if base.adapter is not None:
+                await client.reload()
+                bare = await client.score(base.reference.tokens)
+            if served is None or bare or not served.holds(base):
+                served = await client.load_weights(base)
             scores, difference = await score(client, base.reference, served.engines)
         except UserError as error:
             raise LogprobCheckFailed(
@@ -157,6 +161,8 @@ class LogprobCheck:
                 f"log-probabilities of the fixed prompt differ by {difference}; a mean difference above "
                 f"{WORST_MEAN:g} nat cannot be numerical noise {OFF}"
             )
+        if difference.mean > LEAST_MEAN and any(list(server) == bare for _, server in scores):
+            raise LogprobCheckFailed(f"{client.root} computes the same with and without the run's first adapter {OFF}")
         mean, largest = max(FACTOR * difference.mean, LEAST_MEAN), max(FACTOR * difference.largest, LEAST_LARGEST)
         tolerance = Difference(mean, largest)
         compared = f"differ by {difference} on the base weights; the tolerance is {tolerance}"

@@ -114,6 +114,11 @@ def adapted_modules(name: str, *, experts: bool) -> list[str]:
     return sorted({*modules, "experts"} if experts and has_experts else modules)
 
 
+def has_experts(model: Path) -> bool:
+    """Whether a local model is a mixture of experts, by the names of its settings."""
+    return re.search(r'"(num|n_routed|num_local)_experts"', json.dumps(read_json(model / "config.json"))) is not None
+
+
 def is_recurrent(model: Path) -> bool:
     """Whether some layers of a local model keep a state in place of keys and values, by the names of its settings."""
     return re.search(r'"(mamba|conv|linear)_', json.dumps(read_json(model / "config.json"))) is not None

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -222,18 +222,26 @@ class AdapterSlot:
     def __init__(self, runner: Any) -> None:
         self._runner, self._manager = runner, runner.lora_manager._adapter_manager
         self._key: tuple[Any, ...] = ()
-        self._targets: list[Any] = []  # of each tensor
-        self._scaled: list[Any] = []  # of each B
-        self.clear()
-
-    def clear(self) -> None:
-        """Hold an adapter of zeros. It stays: vLLM would look for the one that requests in flight name."""
-        self._key = ()
+        self._targets: list[Any] = []  # where each tensor goes; none: vLLM's way has to be taken
+        self._scaled: list[Any] = []  # of them those of B
         self._put(self._manager.create_dummy_lora(ADAPTER, 1, self._runner.lora_manager.embedding_modules))
 
-    def load(self, tensors: Mapping[str, Any], config: dict[str, Any]) -> None:
-        """Hold an adapter in PEFT's form. Raises RuntimeError if a tensor is for no layer that vLLM has: it would leave
-        that out without a word."""
+    def clear(self) -> bool:
+        """Hold an adapter of zeros, and answer as `load`. There is always one: without it a step with requests in
+        flight would have vLLM look for its files, and the engine would die."""
+        import torch
+
+        if self._targets:
+            torch._foreach_zero_(self._targets)
+        else:
+            self._put(self._manager.create_dummy_lora(ADAPTER, 1, self._runner.lora_manager.embedding_modules))
+        return bool(self._targets)
+
+    def load(self, tensors: Mapping[str, Any], config: dict[str, Any]) -> bool:
+        """Hold an adapter in PEFT's form. Return whether the next of the same shapes can be loaded without a pause.
+
+        Raises RuntimeError if a tensor is for no layer that vLLM has: it would leave that out without a word.
+        """
         import torch
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
@@ -242,7 +250,8 @@ class AdapterSlot:
         if self._targets and self._key == (*tensors, helper.r):
             torch._foreach_copy_(self._targets, list(tensors.values()))
             torch._foreach_mul_(self._scaled, helper.vllm_lora_scaling_factor)
-            return
+            return True
+        self._key, self._targets = (), []
         helper.validate_legal(self._manager.lora_config)
         names = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         if names is not None:  # without those that put queries, keys and values together
@@ -257,6 +266,7 @@ class AdapterSlot:
             raise RuntimeError(f"vLLM has no layer for the adapter of {min(left)}")
         if parallel.world_size == 1:
             self._find(tensors, helper.r, names)
+        return bool(self._targets)
 
     def _put(self, adapter: Any) -> None:
         self._manager.remove_adapter(ADAPTER)
@@ -264,7 +274,7 @@ class AdapterSlot:
         self._manager.activate_adapter(ADAPTER)
 
     def _find(self, tensors: Mapping[str, Any], rank: int, names: Any) -> None:
-        """Find where the tensors were copied to; adapters of experts, and layers packed in other ways, go vLLM's."""
+        """Find where the tensors were copied to; not of experts, nor of layers that are packed in other ways."""
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         memory, slot = dict[tuple[str, bool], Any](), self._manager.lora_index_to_id.index(ADAPTER)
@@ -274,7 +284,6 @@ class AdapterSlot:
             for a, b, part in zip(*stacks, parts, strict=False) if len(stacks[0]) == len(parts) else ():
                 memory |= {(part, True): a[slot, 0, :rank], (part, False): b[slot, 0, :, :rank]}
         keys = [parse_fine_tuned_lora_name(name, names) for name in tensors]
-        self._targets = []
         if all(key in memory and memory[key].shape == t.shape for key, t in zip(keys, tensors.values(), strict=True)):
             self._key, self._targets = (*tensors, rank), [memory[key] for key in keys]
             self._scaled = [memory[key] for key in keys if not key[1]]
@@ -321,15 +330,15 @@ def use_whole_products(runner: Any) -> None:
                 module.set_mapping(new)
 
 
-def name_adapter(state: Any, model: str, loads: int) -> Any:
-    """Have all of vLLM's routes use the adapter for this model, and where no model is named; return its request.
+def name_adapter(state: Any, models: Sequence[str], loads: int) -> Any:
+    """Have all of vLLM's routes use the adapter for these names, and where no model is named; return its request.
 
     By the number of loads its name is another one for each version: cached prefixes of one are none of the next.
     """
     from vllm.lora.request import LoRARequest
 
-    request = LoRARequest(f"{model}@{loads}", ADAPTER, model)
-    state.openai_serving_models.lora_requests |= {model: request, None: request}
+    request = LoRARequest(f"{models[0]}@{loads}", ADAPTER, models[0])
+    state.openai_serving_models.lora_requests |= dict.fromkeys((*models, None, ""), request)
     return request
 
 

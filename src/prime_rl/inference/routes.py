@@ -145,10 +145,8 @@ async def sample(body: SampleBody, raw_request: Request) -> Response:
         raise Rejected(404, f"the model {body.model!r} is not served; this server has {', '.join(state.prime_models)}")
     params = sampling_params(body.sampling_params, len(body.token_ids), state.engine_client.model_config.max_model_len)
     prompt, name = tokens_input(body.token_ids, cache_salt=body.cache_salt), f"sample-{secrets.token_hex(16)}"
-    lora = state.prime_lora
-    outputs = [output async for output in state.engine_client.generate(prompt, params, name, lora_request=lora)]
-    if outputs[-1].lora_request != lora:
-        raise Rejected(500, "the engine sampled without the adapter")
+    stream = state.engine_client.generate(prompt, params, name, lora_request=state.prime_lora)
+    outputs = [output async for output in stream]
     output = outputs[-1].outputs[0]  # the only one
     if output.finish_reason == "error":
         raise Rejected(500, "the engine failed while it sampled")
@@ -265,7 +263,7 @@ class PrimeRoutes:
 
         def name_adapter(loads: int) -> None:
             if config.lora is not None:
-                state.prime_lora = compat.name_adapter(state, state.prime_models[0], loads)
+                state.prime_lora = compat.name_adapter(state, state.prime_models, loads)
 
         name_adapter(0)
         engine = compat.AllEngines(engine_client, engines)

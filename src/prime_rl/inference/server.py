@@ -32,10 +32,6 @@ _REJECTED = {
     "worker_extension_cls": "the weight routes need their own",
     "api_key": "the key is given by VLLM_API_KEY or --api-key",
     "model": "is an option of its own, model.name",
-    **dict.fromkeys(
-        ("enable_lora", "max_lora_rank", "max_loras", "lora_target_modules"),
-        "adapters have a section of their own, [lora]",
-    ),
     # The launcher counts GPUs by these.
     **{
         name: f"is an option of its own, {name}"
@@ -187,8 +183,11 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         **compat.release_flags(engine),
     }
     if config.lora is not None:
+        if config.data_parallel_size > 1 and model is not None and checks.has_experts(model):
+            # Where one replica is idle vLLM computes a step of no requests there, and drops every adapter for it.
+            raise UserError("lora: vLLM cannot serve adapters of a mixture of experts with data_parallel_size > 1")
         room = next(rank for rank in ADAPTER_RANKS if rank >= config.lora.max_rank)
-        flags |= {"enable_lora": True, "max_lora_rank": room, "max_loras": config.lora.max_adapters}
+        flags |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
         flags["lora_target_modules"] = checks.adapted_modules(config.model.name, experts=not cpu)
     if (kind := config.quantization) is not None:
         # Of a model on the hub vLLM finds out by itself.
@@ -220,7 +219,9 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
     extra = {name.replace("-", "_"): value for name, value in config.vllm.items()}
     for name, value in extra.items():
         rejected = {} if value is None or value is False else _REJECTED_UNLESS_OFF | (_REJECTED_ON_CPU if cpu else {})
-        if why := (rejected | _REJECTED).get(name):
+        if why := (rejected | _REJECTED).get(
+            name, "adapters have a section of their own, [lora]" if "lora" in name else ""
+        ):
             raise UserError(f"vllm.{name}: {why}")
         if isinstance(value, str) and is_secret(name, value):
             raise UserError(f"vllm.{name}: a secret is given by an environment variable (HF_TOKEN, …), not in a config")

@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ class WeightService:
         self._on_load = on_load
         self._tasks: set[asyncio.Task[Any]] = set()
         self._boot, self._loads = secrets.token_hex(8), 0
+        self._in_place = False  # the next version can be loaded while the engine samples
         self._paused_by_client = False
         self._broken: str | None = None  # why the weights are unusable
         self._resume_error: str | None = None  # why the engine did not resume
@@ -220,32 +221,35 @@ class WeightService:
         """Pause, load on every rank, resume. After a failed load the engine stays paused, with its requests,
         until a load succeeds: half-loaded weights would be sampled from.
 
-        An adapter is loaded between two steps of the engine, without a pause. Requests in flight keep their context.
+        An adapter of known shapes is loaded between two steps of the engine, without a pause. Requests in flight keep
+        their context.
         """
-        version, paused = identity["version"], self._adapters is None or self._broken is not None
+        version = identity["version"]
+        pauses = not self._in_place or self._broken is not None or self._resume_error is not None
         if self._status is not None:
             self._status.waiting(f"version {version} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
         try:
             with change.measure("pause"):
                 # The cache is cleared: requests in flight rebuild their context under the new weights.
                 with change.measure("stop"):
-                    if paused:
+                    if pauses:
                         await self._stop()
                 try:
                     with change.measure("load"):
                         async with asyncio.timeout(LOAD_SECONDS):
-                            await self._engine.collective_rpc("prime_load", args=(str(directory), identity))
+                            answers = await self._engine.collective_rpc("prime_load", args=(str(directory), identity))
                 except Exception as error:
                     reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
                     self._broken = f"{directory} could not be loaded, nothing is sampled until a version is: {reason}"
                     logger.error("{}", self._broken)
-                    if not paused:
-                        await self._stop()
+                    if not pauses:
+                        with suppress(Rejected):
+                            await self._stop()
                     raise Rejected(500, self._broken) from error
-                self._broken = None
+                self._broken, self._in_place = None, all(answers)
                 self._loads += 1
                 self._on_load(self._loads)
-                if paused:
+                if pauses:
                     await self._resume_if_usable()
         finally:
             if self._status is not None:

@@ -275,33 +275,37 @@ class WeightsExtension:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # for other processes
 
-    def prime_load(self, directory: str, identity: Identity) -> None:
+    def prime_load(self, directory: str, identity: Identity) -> bool:
         """Load the staged version, or if none is staged the base model in `directory`, and serve it as `identity`.
+        Return whether the next adapter can be loaded while the engine samples.
 
         After a failure on any rank the model is unusable until all have loaded another version.
         """
-        staging = self.prime_staging
-        if staging is None and self.prime_slot is not None:
-            self.prime_slot.clear()
+        staging, in_place = self.prime_staging, False
+        if self.prime_slot is not None and "adapter" not in identity:
+            in_place = self.prime_slot.clear()
         elif staging is None:
             self.prime_reload(Path(directory))
         elif (str(staging.directory), staging.digest) != (directory, identity["hash"]):
             raise RuntimeError(f"{staging.directory} was staged, not {directory}")
         else:
             staging.wait(STAGE_SECONDS)
-            if self.prime_slot is not None:
-                self.prime_slot.load(dict(self.prime_tensors(staging, identity)), identity["adapter"])
-            elif staging.place == "nowhere":
+            if staging.place == "nowhere":
                 self.prime_reload(staging.manifest().files)
                 staging.manifest()  # else it was committed anew while it was read
             else:
                 try:
-                    self.prime_reload(self.prime_tensors(staging, identity))
+                    tensors = self.prime_tensors(staging, identity)
+                    if self.prime_slot is not None:
+                        in_place = self.prime_slot.load(dict(tensors), identity["adapter"])
+                    else:
+                        self.prime_reload(tensors)
                 finally:  # the staged memory is freed next
                     if self.device.type == "cuda":
                         torch.cuda.current_stream(self.device).synchronize()
         self.prime_unstage()
         self.prime_identity = identity
+        return in_place
 
     def prime_served(self) -> Identity | None:
         """The weights that this rank serves; None for those it was started with."""

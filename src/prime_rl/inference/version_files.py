@@ -107,7 +107,7 @@ def check_adapter(manifest: WeightsManifest, base: dict[str, TensorEntry], serve
     for name, entry in manifest.tensors.items():
         layer, _, letter = name.removesuffix(".weight").removeprefix("base_model.model.").rpartition(".lora_")
         weight, side = base.get(f"{layer}.weight"), "BA".find(letter)
-        if weight is None or side < 0 or entry.shape[side] != weight.shape[side]:
+        if weight is None or side < 0 or (entry.shape[side], entry.shape[1 - side]) != (weight.shape[side], rank):
             raise Rejected(400, f"tensor {name} with shape {entry.shape} fits no layer of the model")
         module = "experts" if ".experts." in layer else layer.rpartition(".")[2]
         if module not in served.modules:

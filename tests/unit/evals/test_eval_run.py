@@ -19,7 +19,7 @@ from prime_rl.evals.run import Evaluation, check_versions
 from prime_rl.fleet.replicas import ReplicaPool
 from prime_rl.monitor import Status, read_metrics
 from prime_rl.monitor.status import read_status
-from prime_rl.transport.commit import MANIFEST, step_dir
+from prime_rl.transport.commit import step_dir
 from prime_rl.transport.weights import weights_manifest
 from support.evaluating import World
 
@@ -77,11 +77,10 @@ async def test_environments_run_at_once_within_one_bound(world):
     assert asked == {("one", 1.0, True), ("two", 0.5, True)}, "an override changes what it names alone"
 
 
-@pytest.mark.parametrize("base", [[], [0]], ids=["no version 0", "a version 0"])
-async def test_a_directory_in_one_go_equals_each_version_alone(world, base):
+async def test_a_directory_in_one_go_equals_each_version_alone(world):
     """Contract: seeds follow from what an attempt is; nothing of one version is left when the next is evaluated. The
-    base is what the server was started with, whatever version 0 of the directory is; it is served again at the end."""
-    await world.server.update(commit(world, *base, 10, 20))
+    base is what the server was started with; it is served again at the end."""
+    await world.server.update(commit(world, 10, 20))
     together = await world.run(weights_dir=world.weights, rollouts_per_example=3)
     assert list(together) == [("env", "step_0"), ("env", "step_10"), ("env", "step_20")]
     assert len({json.dumps(rewards) for rewards in together.values()}) == 3  # they do differ
@@ -95,11 +94,8 @@ async def test_a_directory_in_one_go_equals_each_version_alone(world, base):
 
 
 async def test_the_adapter_that_a_run_began_with_is_its_version_0(world):
-    """Contract: then version 0 is loaded as any other, in place of what the server was started with."""
-    path = commit(world, 10, 0).directory / MANIFEST
-    manifest = json.loads(path.read_text())
-    manifest["extra"]["adapter"] = {"base": "", "config": {}}
-    path.write_text(json.dumps(manifest))
+    """Contract: then version 0 is no base, and loaded as any other in place of what the server was started with."""
+    commit(world, 10, 0)
     await world.run(weights_dir=world.weights)
     assert [update[0] for update in world.server.updates] == [0, 10]
 
