@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _PREFIX = "base_model.model."  # of names in PEFT's files
 _EXPERT_RANKS = 8  # grouped matrix products on a GPU read rows in units of 16 bytes
-_ALL = "all-linear"
 
 Whole = Callable[[Tensor], Tensor]
 """Gathers a parameter from all ranks."""
@@ -53,14 +52,15 @@ class _Adapter(nn.Module):
         """Return the sum of a weight [..., O, I] and its adapter, in float32."""
         return weight.float() + self.scale * (b.float() @ a.float())
 
-    def rounded(self, weight: Tensor, b: Tensor, a: Tensor) -> Tensor:
-        """Return that sum as it is exported, in the type of the weight."""
-        assert self.merged is not None
-        return self.sum_up(weight, b, a).to(self.merged).to(weight.dtype)
-
     def weights(self) -> Iterator[tuple[Tensor, Callable[[Tensor, Whole], Tensor]]]:
         """Yield each weight with an adapter, and what sums it up once it is whole."""
         raise NotImplementedError
+
+    def merged_weights(self) -> list[Tensor]:
+        """Return the sums as they are exported, in the type of the weights."""
+        assert self.merged is not None
+        sums = [(weight, sum_up(weight, lambda parameter: parameter)) for weight, sum_up in self.weights()]
+        return [total.to(self.merged).to(weight.dtype) for weight, total in sums]
 
 
 class LoRALinear(nn.Linear, _Adapter):
@@ -75,12 +75,12 @@ class LoRALinear(nn.Linear, _Adapter):
         self.set_up(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        a_RI, b_OR = self.lora_A.weight, self.lora_B.weight
         if self.merged is not None:
-            return F.linear(x, self.rounded(self.weight, b_OR, a_RI), self.bias)
+            (weight_OI,) = self.merged_weights()
+            return F.linear(x, weight_OI, self.bias)
         out = F.linear(x, self.weight, self.bias)
-        low_SR = F.linear(self.drop(x), a_RI).flatten(0, -2)
-        return torch.addmm(out.flatten(0, -2), low_SR, b_OR.t(), alpha=self.scale).view(out.shape)
+        low_SR = F.linear(self.drop(x), self.lora_A.weight).flatten(0, -2)
+        return torch.addmm(out.flatten(0, -2), low_SR, self.lora_B.weight.t(), alpha=self.scale).view(out.shape)
 
     def weights(self) -> Iterator[tuple[Tensor, Callable[[Tensor, Whole], Tensor]]]:
         b_OR, a_RI = self.lora_B.weight, self.lora_A.weight
@@ -108,7 +108,7 @@ class ExpertsLoRA(_Adapter):
         }
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(count, *shape, device="meta")))
-        self._experts = [experts]  # no submodule of its own adapter
+        self._experts = [experts]  # in a list, so that it is no submodule of its own adapter
         self.set_up(config)
 
     def gate_up(self, rows_SI: Tensor, end_E: Tensor) -> Tensor:
@@ -121,18 +121,6 @@ class ExpertsLoRA(_Adapter):
         """Return what the adapters add to the down projection [S, O]."""
         low_SR = moe.grouped_linear(self.drop(rows_SI), self.lora_down_A, end_E, False)
         return self.scale * moe.grouped_linear(low_SR, self.lora_down_B, end_E, False)
-
-    def merged_weights(self) -> tuple[Tensor, Tensor]:
-        """Return gate-and-up and down projection as they are exported."""
-        (experts,) = self._experts
-        first, second = (
-            self.rounded(w, *pair)
-            for w, pair in zip(
-                experts.gate_up_proj.chunk(2, 1), self._gate_up(lambda parameter: parameter), strict=True
-            )
-        )
-        down = self.rounded(experts.down_proj, self.lora_down_B, self.lora_down_A)
-        return torch.cat([first, second], 1), down
 
     def _gate_up(self, whole: Whole) -> list[tuple[Tensor, Tensor]]:
         a_gate, a_up = whole(self.lora_A).chunk(2, 1)
@@ -168,7 +156,11 @@ def add_adapters(lm: PreTrainedModel, config: "LoRAConfig", name: str, dtype: to
         for path, module in lm.model.layers.named_modules(prefix="model.layers")
         if type(module) is nn.Linear and module.weight not in routers
     }
-    targets = linear if config.target_modules == _ALL else _named(linear, config.target_modules, "target_modules", name)
+    targets = (
+        linear
+        if config.target_modules == "all-linear"
+        else _named(linear, config.target_modules, "target_modules", name)
+    )
     for path in targets:
         lm.set_submodule(path, LoRALinear(linear[path], config))
     blocks = moe.moe_blocks(lm) if config.experts else []

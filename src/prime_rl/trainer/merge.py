@@ -34,9 +34,8 @@ def merge(config: MergeConfig, lora: LoRAConfig) -> str:
         copies = WeightCopy(policy, world, dtype, lora=lora)
         copies.copy()
         rounded, exact = (torch.tensor(scorer.score(as_exported=each)().logprobs) for each in (True, False))
-        del policy, scorer
         with Stage(config.output_dir) as stage:
-            tensors = copies.write_files(copies.to_host(), source, stage.path)
+            tensors = copies.write_files(copies.buffer.cpu(), source, stage.path)
             written = _score(find_model(str(stage.path), config.model.trust_remote_code), world)
             gap, rounding = (written - rounded).abs().max().item(), (written - exact).abs().max().item()
             if not gap <= LIMIT:
