@@ -89,7 +89,8 @@ class WeightService:
         self._on_load = on_load
         self._tasks: set[asyncio.Task[Any]] = set()
         self._boot, self._loads = secrets.token_hex(8), 0
-        self._in_place = False  # the next version can be loaded while the engine samples
+        self._in_place = False  # the next version of these shapes can be loaded while the engine samples
+        self._shapes: dict[str, list[int]] = {}
         self._paused_by_client = False
         self._broken: str | None = None  # why the weights are unusable
         self._resume_error: str | None = None  # why the engine did not resume
@@ -162,6 +163,8 @@ class WeightService:
         identity: dict[str, Any] = {"version": version, "hash": manifest.hash, "weight_dir": str(directory)}
         if manifest.adapter is not None:
             identity["adapter"] = manifest.adapter.config
+            shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
+            self._in_place, self._shapes = self._in_place and shapes == self._shapes, shapes
         try:
             await self._stage(manifest, change)
             await self._swap(directory, identity, change)
