@@ -126,8 +126,8 @@ def check_fit(tensors: dict[str, TensorEntry], base: dict[str, TensorEntry], tie
 
 async def read(function: Callable[[], T], subject: Path | str, seconds: float) -> T:
     """Return `function()` from a daemon thread, since a file system may hang. Rejected (503) after `seconds`."""
-    future = in_thread(function, "read")
-    done, _ = await asyncio.wait({asyncio.wrap_future(future)}, timeout=seconds)
+    future = asyncio.wrap_future(in_thread(function, "read"))
+    done, _ = await asyncio.wait({future}, timeout=seconds)
     if not done:
         raise Rejected(503, f"{subject} could not be read within {seconds:.0f} s")
-    return future.result(0)
+    return await future  # bounded: it is done
