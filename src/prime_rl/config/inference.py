@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from prime_rl.config.base import BaseConfig, Checks, Problem, Section, conflict, option
-from prime_rl.config.shared import Device, ModelConfig
+from prime_rl.config.shared import Device, ModelConfig, TenantsConfig
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -34,9 +34,11 @@ class ServerConfig(Section):
 
 
 class AdaptersConfig(Section):
-    """The adapter (LoRA) that the server holds beside the model."""
+    """The adapter (LoRA) that the server holds beside the model, or of tenants one each."""
 
-    max_rank: int = option(16, "Largest rank of the adapter.", ge=1, le=ADAPTER_RANKS[-1])
+    max_rank: int = option(16, "Largest rank of an adapter.", ge=1, le=ADAPTER_RANKS[-1])
+    tenants: TenantsConfig | None = option(None, "Whose adapters are served (None: those of one run).")
+    resident: PositiveInt | None = option(None, "Tenants' adapters in the engine, by last use (None: all).")
 
 
 class InferenceConfig(BaseConfig):

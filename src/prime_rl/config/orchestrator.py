@@ -1,5 +1,6 @@
 """Settings of the orchestrator: algorithms, filters, evaluation."""
 
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -18,6 +19,7 @@ from prime_rl.config.shared import (
     SamplingConfig,
     SamplingOverride,
 )
+from prime_rl.config.trainer import AdamW, ConstantScheduler, DefaultLoss, LossConfig, OptimConfig, SchedulerConfig
 
 
 class LinearPenalty(Section):
@@ -274,6 +276,16 @@ class TrainingEnv(EnvConfig):
     curriculum: CurriculumConfig | None = option(None, "Difficulty pools of this environment alone.")
 
 
+class TenantConfig(Section):
+    """Join a deployment: its trainer trains an adapter for this orchestrator beside those of others."""
+
+    join: Path = Field(description="Run directory of the trainer that is shared; this run is below it.")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$", description="Name of the tenant there.")
+    optim: OptimConfig = option(AdamW, "The optimizer.", discriminator="type")
+    scheduler: SchedulerConfig = option(ConstantScheduler, "Schedule of the learning rate.", discriminator="type")
+    loss: LossConfig = option(DefaultLoss, "The loss of a token.", discriminator="type")
+
+
 class EvalSection(Environments[EnvConfig]):
     """Evaluation during the run; by default of the training environments, with their argument `split` = "eval"."""
 
@@ -309,6 +321,7 @@ class OrchestratorConfig(RecoverableRun, Environments[TrainingEnv]):
     logprob_check: bool = option(True, "Check after every load that a server computes what the trainer computed.")
     eval: EvalSection | None = option(None, "Evaluation during the run.")
     monitor: MonitorConfig = option(MonitorConfig, "Where metrics go, beside metrics/*.jsonl.")
+    tenant: TenantConfig | None = option(None, "Share the trainer of another run directory (None: one of this run).")
 
     @property
     def most_in_flight(self) -> int:

@@ -44,7 +44,7 @@ class RLConfig(RecoverableRun):
 
     def checks(self) -> Checks:
         trainer, orchestrator, loss = self.trainer, self.orchestrator, self.trainer.loss
-        yield serve_adapters(self.inference, trainer.lora, "trainer.lora")
+        yield serve_adapters(self.inference, trainer.lora, "trainer.lora", trainer.tenants)
         resumes = self.ckpt is not None and self.ckpt.resume_step is not None
         reply, context = orchestrator.sampling.max_tokens, self.inference.max_model_len if self.inference else None
         room = f"<orchestrator.sampling.max_tokens> {reply} leaves no room for a prompt within"

@@ -58,6 +58,14 @@ class SlurmConfig(Section):
     time: str | None = option(None, "Time limit, such as 12:00:00 (None: the partition's).")
 
 
+class TenantsConfig(Section):
+    """Tenants: orchestrators that share the trainer and its servers, each with an adapter of its own."""
+
+    slots: PositiveInt = option(4, "Most tenants at a time.")
+    weights: dict[str, PositiveFloat] = option(dict, "Shares of the time by tenant, relative to the others (1 each).")
+    limits: dict[str, Annotated[float, Field(gt=0, le=1)]] = option(dict, "Largest share by tenant (none: 1).")
+
+
 class MonitorConfig(Section):
     """Where metrics go, beside metrics/*.jsonl."""
 

@@ -7,7 +7,16 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from prime_rl.config.base import Checks, Problem, Section, conflict, option
 from prime_rl.config.inference import ADAPTER_RANKS, AdaptersConfig, InferenceConfig
-from prime_rl.config.shared import Device, Fraction, Length, ModelConfig, MonitorConfig, RecoverableRun, RunConfig
+from prime_rl.config.shared import (
+    Device,
+    Fraction,
+    Length,
+    ModelConfig,
+    MonitorConfig,
+    RecoverableRun,
+    RunConfig,
+    TenantsConfig,
+)
 
 
 class _Optimizer(Section):
@@ -255,7 +264,9 @@ class LoRAConfig(Section):
         return f"{merged}adapters of rank {self.rank}{begin}"
 
 
-def serve_adapters(server: InferenceConfig | None, lora: LoRAConfig | None, section: str) -> Problem | None:
+def serve_adapters(
+    server: InferenceConfig | None, lora: LoRAConfig | None, section: str, tenants: TenantsConfig | None = None
+) -> Problem | None:
     """Have the server of a run make room for its adapters, unless that is set already; return what contradicts them.
     `section` is the path of `lora`."""
     if server is None:
@@ -266,6 +277,7 @@ def serve_adapters(server: InferenceConfig | None, lora: LoRAConfig | None, sect
         )
         return conflict(server.lora is not None, f"{full}{'' if lora is None else '.serve = adapter'}")
     server.lora = server.lora or AdaptersConfig(max_rank=lora.rank)
+    server.lora.tenants = server.lora.tenants or tenants
     room = f"<inference.lora.max_rank> {server.lora.max_rank} is too small for <{section}.rank> {lora.rank}"
     return conflict(server.lora.max_rank < lora.rank, room)
 
@@ -341,8 +353,18 @@ class TrainerConfig(TrainingConfig, RecoverableRun):
         None, "Steps between two recovery checkpoints; the newest is kept (auto: for 1 % of the time; None: none)."
     )
     rollout_timeout: PositiveFloat = option(3600.0, "Seconds to wait for a batch of rollouts.")
+    tenants: TenantsConfig | None = option(None, "Train an adapter for each orchestrator that joins (None: for one).")
 
     def checks(self) -> Checks:
-        fake = self.data.fake
+        fake, lora = self.data.fake, self.lora
+        if self.tenants is not None:
+            adapts = "<tenants> share a model by adapters"
+            yield conflict(lora is None or lora.serve != "adapter", f"{adapts}: give <lora>, with serve = adapter")
+            yield conflict(lora and lora.experts, f"{adapts} of linear layers: leave <lora.experts> out")
+            yield conflict(lora and lora.dropout, "<lora.dropout> draws from one generator for all <tenants>: set 0")
+            yield conflict(lora and lora.adapter, "<tenants> begin with new adapters: leave <lora.adapter> out")
+            yield conflict(fake or self.bench, "<tenants> bring rollouts: leave data.fake and bench out", "data.fake")
+            yield conflict(self.ckpt, "<tenants> have checkpoints of their own: leave <ckpt> out")
+            yield conflict(self.max_steps, "<tenants> have steps of their own: leave <max_steps> out")
         if fake is not None and fake.seq_len is not None and fake.seq_len > self.seq_len:
             yield Problem(f"<data.fake.seq_len> {fake.seq_len} exceeds <seq_len> {self.seq_len}")

@@ -1,0 +1,94 @@
+"""Tenants: orchestrators that share one trainer and its servers, each with an adapter and a run directory of its own.
+
+A *deployment* is the run of such a trainer. A tenant's run directory, `tenants/NAME` of the deployment's, is like any
+other run's, with two more files:
+
+    tenant.json   whose it is: the hash of the key that the first orchestrator of this name joined with
+    join.json     the tenant is, or asks to be, a member: what it wants to be trained with. The orchestrator commits it
+                  to join and removes it to leave; the trainer removes it where membership ends
+
+The trainer answers in the tenant's `status/trainer.json`: without an outcome the tenant is a member, "failed: …" says
+why it is none. The servers know tenants by their keys: a request with one means this tenant's adapter and no other.
+"""
+
+import hashlib
+import json
+import secrets
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_rl.errors import UserError
+from prime_rl.monitor.status import read_record
+from prime_rl.transport.commit import write_atomically
+
+_OWNER, _JOIN = "tenant.json", "join.json"
+
+
+@dataclass(frozen=True)
+class TenantKey:
+    """Whose the tenant is: SHA-256 of its key, in hexadecimal digits."""
+
+    key_hash: str
+
+
+@dataclass(frozen=True)
+class Join:
+    """A request to be a member, named by `nonce`: `settings` for the trainer, by their keys in TrainerConfig."""
+
+    nonce: str
+    settings: dict[str, Any]
+
+
+def tenant_dir(deployment: Path, name: str) -> Path:
+    return deployment / "tenants" / name
+
+
+def key_hash(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def own_key(directory: Path) -> str:
+    """Return the key of the tenant in `directory`; one that has none yet gets it. Only the user may read the file."""
+    path = directory / "key"
+    with suppress(FileNotFoundError):
+        return path.read_text()
+    directory.mkdir(parents=True, exist_ok=True)
+    key = secrets.token_urlsafe(32)
+    path.touch(mode=0o600)
+    path.write_text(key)
+    return key
+
+
+def claim_name(directory: Path, key: str) -> None:
+    """Make the tenant in `directory` the key's. Raises UserError if it is another key's."""
+    owner = read_record(TenantKey, directory / _OWNER)
+    if owner is None:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(directory / _OWNER, json.dumps(asdict(TenantKey(key_hash(key)))).encode())
+    elif owner.key_hash != key_hash(key):
+        raise UserError(f"the tenant name {directory.name} is taken, by another key: choose another tenant.name")
+
+
+def ask_to_join(directory: Path, settings: dict[str, Any]) -> None:
+    """Commit a request to be a member."""
+    join = Join(secrets.token_hex(8), settings)
+    write_atomically(directory / _JOIN, json.dumps(asdict(join)).encode())
+
+
+def leave(directory: Path) -> None:
+    """End the membership, or take back the request."""
+    (directory / _JOIN).unlink(missing_ok=True)
+
+
+def joins(deployment: Path) -> dict[str, Join]:
+    """Return the tenants that are members or ask to be, by name."""
+    paths = sorted((deployment / "tenants").glob(f"*/{_JOIN}"))
+    return {path.parent.name: join for path in paths if (join := read_record(Join, path)) is not None}
+
+
+def names_by_key(deployment: Path) -> dict[str, str]:
+    """Return the names of all tenants that there have been, by the hash of their keys."""
+    paths = sorted((deployment / "tenants").glob(f"*/{_OWNER}"))
+    return {owner.key_hash: path.parent.name for path in paths if (owner := read_record(TenantKey, path)) is not None}
