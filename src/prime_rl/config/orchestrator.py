@@ -19,7 +19,16 @@ from prime_rl.config.shared import (
     SamplingConfig,
     SamplingOverride,
 )
-from prime_rl.config.trainer import AdamW, ConstantScheduler, DefaultLoss, LossConfig, OptimConfig, SchedulerConfig
+from prime_rl.config.trainer import (
+    AdamW,
+    ConstantScheduler,
+    DefaultLoss,
+    LossConfig,
+    OptimConfig,
+    PolicyLoss,
+    SchedulerConfig,
+    check_schedule,
+)
 
 
 class LinearPenalty(Section):
@@ -285,6 +294,11 @@ class TenantConfig(Section):
     scheduler: SchedulerConfig = option(ConstantScheduler, "Schedule of the learning rate.", discriminator="type")
     loss: LossConfig = option(DefaultLoss, "The loss of a token.", discriminator="type")
 
+    @property
+    def directory(self) -> Path:
+        """The tenant's run directory."""
+        return self.join / "tenants" / self.name
+
 
 class EvalSection(Environments[EnvConfig]):
     """Evaluation during the run; by default of the training environments, with their argument `split` = "eval"."""
@@ -352,6 +366,42 @@ class OrchestratorConfig(RecoverableRun, Environments[TrainingEnv]):
             at = f"{who} tells log-probabilities of temperature 1, and {env.name} is sampled at {sampling.temperature}"
             yield conflict(sampling.temperature == 0, greedy, f"{key}.temperature")
             yield conflict(scored and sampling.temperature != 1.0, at, f"{key}.temperature")
+
+        if self.tenant is not None:
+            yield from self._tenant_checks(self.tenant)
+
+    def _tenant_checks(self, tenant: TenantConfig) -> Checks:
+        """Go on in the tenant's directory from what is committed there, and yield what contradicts that."""
+        directory, ckpt = tenant.directory, self.ckpt
+        elsewhere = "output_dir" in self.model_fields_set and self.output_dir != directory
+        where = f"<output_dir> is {self.output_dir}, but the run of this tenant is in {directory}: leave it out"
+        step = "a tenant goes on from what is committed: leave <ckpt.resume_step> out"
+        yield conflict(elsewhere, where, "tenant.join")
+        yield conflict(not self.trainer, "a tenant has a trainer: leave <trainer> = false out")
+        yield conflict(self.bench, "a tenant is not measured alone: leave <bench> out")
+        yield conflict(self.router_replay, "tenants are trained without <router_replay>: leave it out")
+        yield conflict(
+            ckpt and ckpt.output_dir, f"a tenant has its checkpoints in {directory}: leave <ckpt.output_dir> out"
+        )
+        yield conflict(ckpt and ckpt.resume_step is not None, step)
+        self.output_dir, self.recover = directory, not self.clean
+        yield check_schedule(tenant.scheduler, self.max_steps, "tenant.scheduler")
+        yield from self.check_loss(tenant.loss, "tenant.loss")
+
+    def check_loss(self, loss: PolicyLoss, at: str, own: str = "", bench: bool = False) -> Checks:
+        """Yield what contradicts between the loss, whose path is `at`, and the orchestrator, whose path is `own`."""
+        key = f"<{at}.{'kl_coef' if loss.kl_coef else 'entropy_coef'}>"
+        penalized, reference = loss.kl_coef or loss.entropy_coef, self.reference is not None
+        if penalized and all(algorithm.component != "rl" for algorithm, _ in self.in_use("algorithm")):
+            yield Problem(f"{key} has no effect: nothing is trained by reward", f"{own}algorithm.type")
+        else:
+            unread = f"a reference model has no effect where the loss does not ask for it: give <{at}.kl_coef>"
+            yield conflict(reference and not loss.kl_coef, unread, f"{own}reference")
+            needed = f"the divergence from a reference model needs one: give <{own}reference>.base_url"
+            yield conflict(loss.kl_coef and not reference and not bench, needed, f"{at}.kl_coef")
+        # They are meant for all that the policy samples. What a batch leaves out is for the orchestrator alone to say.
+        unseen = f"{key} would not reach samples of advantage zero: set <{own}filter_zero_advantage> = false"
+        yield conflict(penalized and self.filter_zero_advantage, unseen)
 
     def all_environments(self) -> list[EnvConfig]:
         """Those that are trained on, and those of evaluations."""

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from prime_rl.config.base import Checks, Problem, conflict, option
+from prime_rl.config.base import Checks, conflict, option
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.share import share
@@ -43,7 +43,9 @@ class RLConfig(RecoverableRun):
     share = staticmethod(share)
 
     def checks(self) -> Checks:
-        trainer, orchestrator, loss = self.trainer, self.orchestrator, self.trainer.loss
+        trainer, orchestrator = self.trainer, self.orchestrator
+        alone = "`rl` starts a trainer of its own: leave <orchestrator.tenant> out"
+        yield conflict(orchestrator.tenant, alone)
         yield serve_adapters(self.inference, trainer.lora, "trainer.lora", trainer.tenants)
         resumes = self.ckpt is not None and self.ckpt.resume_step is not None
         reply, context = orchestrator.sampling.max_tokens, self.inference.max_model_len if self.inference else None
@@ -53,18 +55,7 @@ class RLConfig(RecoverableRun):
         yield conflict(orchestrator.seq_len > trainer.seq_len, f"{lengths}: samples would not fit a micro-batch")
         both = "<recover> goes on from the newest state, <ckpt.resume_step> from a checkpoint: give one of them"
         yield conflict(self.recover and resumes and not self.clean, both)
-        key = f"<trainer.loss.{'kl_coef' if loss.kl_coef else 'entropy_coef'}>"
-        penalized, reference = loss.kl_coef or loss.entropy_coef, orchestrator.reference is not None
-        if penalized and all(algorithm.component != "rl" for algorithm, _ in orchestrator.in_use("algorithm")):
-            yield Problem(f"{key} has no effect: nothing is trained by reward", "orchestrator.algorithm.type")
-        else:
-            unread = "a reference model has no effect where the loss does not ask for it: give <trainer.loss.kl_coef>"
-            yield conflict(reference and not loss.kl_coef, unread, "orchestrator.reference")
-            needed = "the divergence from a reference model needs one: give <orchestrator.reference>.base_url"
-            yield conflict(loss.kl_coef and not reference and not self.bench, needed, "trainer.loss.kl_coef")
-        # They are meant for all that the policy samples. What a batch leaves out is for the orchestrator alone to say.
-        unseen = f"{key} would not reach samples of advantage zero: set <orchestrator.filter_zero_advantage> = false"
-        yield conflict(penalized and orchestrator.filter_zero_advantage, unseen)
+        yield from orchestrator.check_loss(trainer.loss, "trainer.loss", "orchestrator.", self.bench)
 
 
 class ParityConfig(RLConfig):

@@ -74,6 +74,17 @@ class CosineScheduler(Section):
 SchedulerConfig = ConstantScheduler | LinearScheduler | CosineScheduler
 
 
+def check_schedule(scheduler: SchedulerConfig, limit: int | None, section: str) -> Problem | None:
+    """Return what contradicts between the schedule, whose path is `section`, and `max_steps`."""
+    if limit is None:
+        endless = f"<{section}.type> '{scheduler.type}' needs <max_steps>, to end at"
+        return conflict(scheduler.type != "constant", endless)
+    decay = scheduler.decay_steps if isinstance(scheduler, LinearScheduler) else 0
+    parts = f"<{section}.warmup_steps> {scheduler.warmup_steps}"
+    parts += f" + <{section}.decay_steps> {decay}" if decay else ""
+    return conflict(scheduler.warmup_steps + decay > limit, f"{parts} exceeds <max_steps> {limit}")
+
+
 Level = Literal["token", "sequence", "geometric"]
 Estimator = Literal["k1", "k2", "k3"]
 Normalization = Literal["token", "sequence", "group", "fixed"]
@@ -329,17 +340,9 @@ class TrainingConfig(RunConfig):
     dist_timeout: PositiveFloat = option(600.0, "Seconds that a collective may take.")
 
     def checks(self) -> Checks:
-        scheduler, limit = self.scheduler, self.max_steps
         biases = "<model.moe_bias_update> changes weights, and <lora> trains adapters alone: leave one of them out"
         yield conflict(self.lora is not None and self.model.moe_bias_update, biases)
-        if limit is None:
-            endless = f"<scheduler.type> '{scheduler.type}' needs <max_steps>, to end at"
-            yield conflict(scheduler.type != "constant", endless)
-            return
-        decay = scheduler.decay_steps if isinstance(scheduler, LinearScheduler) else 0
-        parts = f"<scheduler.warmup_steps> {scheduler.warmup_steps}"
-        parts += f" + <scheduler.decay_steps> {decay}" if decay else ""
-        yield conflict(scheduler.warmup_steps + decay > limit, f"{parts} exceeds <max_steps> {limit}")
+        yield check_schedule(self.scheduler, self.max_steps, "scheduler")
 
 
 class TrainerConfig(TrainingConfig, RecoverableRun):

@@ -8,6 +8,7 @@ from prime_rl.launcher.preflight import check_environment, check_model
 from prime_rl.launcher.rundir import refuse_results
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import bench_table
+from prime_rl.orchestrator import membership
 from prime_rl.orchestrator.checkpoint import resume_point
 
 
@@ -22,6 +23,8 @@ def run(config: OrchestratorConfig) -> None:
         check_environment(env)
     if not (config.dry_run or config.bench or config.clean) and resume_point(config).fresh:
         refuse_results(config.output_dir)  # before that run's own config is written over
+    if config.tenant is not None and not config.dry_run:
+        membership.prepare(config)
     if (accepted := begin(config, "orchestrator", plan)) is None:
         return
     log.setup(accepted.log.level, "orchestrator", accepted.output_dir)

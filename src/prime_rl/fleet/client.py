@@ -60,6 +60,8 @@ class Served:
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     models: tuple[str, ...] | None = field(default=None, compare=False)  # None: it does not say
     loads: int | str = ""
+    engine_share: float | None = field(default=None, compare=False)  # of the engine's time that a tenant had
+    waiting: float | None = field(default=None, compare=False)  # its requests that wait for their turn
 
     def check_name(self, root: str, model: str) -> None:
         """Raise UserError where the server at `root` says that it serves other models.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from statistics import fmean
 from typing import Any
 
 from loguru import logger
@@ -53,6 +54,7 @@ class Replica:
     quarantine_reason: str = ""  # why it is still quarantined
     mismatch: str = ""  # why it failed its last verification; empty if it passed
     loaded: Served | None = None  # the last version that it loaded
+    reported: Served | None = None  # what it said last that it serves
     loading: int | None = None  # the version that it is loading, if it is
     _load_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -108,7 +110,8 @@ class Replica:
     async def served(self) -> Served | None:
         """Ask the server what it serves; None if it does not say."""
         try:
-            return await self.client.served()
+            self.reported = await self.client.served()
+            return self.reported
         except UserError:
             return None
 
@@ -232,6 +235,14 @@ class ReplicaPool:
         for replica in self.replicas:
             replica.unverified.intersection_update(episodes)
             replica.invalid.intersection_update(episodes)
+
+    def tenant_metrics(self) -> dict[str, float]:
+        """Means over the ready replicas of what they last reported about a tenant; empty where they share nothing."""
+        reports = [one.reported for one in self.ready if one.reported is not None]
+        shares = [report.engine_share for report in reports if report.engine_share is not None]
+        waiting = [report.waiting for report in reports if report.waiting is not None]
+        values = {"tenant/engine_share": shares, "tenant/waiting": waiting}
+        return {name: fmean(numbers) for name, numbers in values.items() if numbers}
 
     async def verify(self, finished: Collection[str]) -> tuple[list[str], list[Replica]]:
         """Ask every replica that is ready or drains what it serves.

@@ -34,6 +34,7 @@ from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status
 from prime_rl.monitor.limits import LimitWatch
 from prime_rl.monitor.status import TrainerWatch
+from prime_rl.orchestrator import membership
 from prime_rl.orchestrator.checkpoint import PART, JointCheckpoints, OrchestratorState, resume_point
 from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, restore
 from prime_rl.orchestrator.metrics import Tally, rewards_of, step_metrics
@@ -41,7 +42,7 @@ from prime_rl.orchestrator.samples import Admission, ScoredBatch, filter_reason,
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Group, Limits, Scheduler, Start, Task
 from prime_rl.orchestrator.tasks import Pools, request_seed, task_stream
 from prime_rl.orchestrator.teachers import Teachers
-from prime_rl.transport import checkpoints
+from prime_rl.transport import checkpoints, tenants
 from prime_rl.transport.commit import CommitError, clean_stages
 from prime_rl.transport.rollouts import write_batch
 from prime_rl.transport.settings import LEDGER, suggestions
@@ -95,6 +96,7 @@ class Orchestrator:
         self.scheduler: Scheduler[EpisodeResult]
         self.wake = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._background: list[asyncio.Task[None]] = []
         self._outcomes: deque[Outcome | None] = deque(maxlen=max(_ERROR_WINDOW, config.batch_size))
         self._last_error = ""
         self._step_began = self._last_end = time.monotonic()
@@ -114,10 +116,10 @@ class Orchestrator:
                 if self.evaluations.due(self.scheduler.version):
                     await self.evaluations.run()
                 background = [self.weight_sync.follow(), self.weight_sync.watch(), self._keep_ledger()]
-                tasks = [self.tasks.create_task(work) for work in background]
+                self._background += [self.tasks.create_task(work) for work in background]
                 await self._loop()
                 await self._finish()
-                await cancel_tasks(tasks)
+                await cancel_tasks(self._background)
                 await self.weight_sync.close()
                 self.weight_sync.published.write_lease(None)
         except BaseExceptionGroup as failures:
@@ -140,6 +142,8 @@ class Orchestrator:
     def stop(self) -> None:
         """Issue nothing more, cancel what is in flight, evaluations too, and end. A resumed run starts it again."""
         self.stopping = True
+        if self.config.tenant is not None:
+            tenants.leave(self.config.output_dir)
         self.evaluations.stop()
         self.wake.set()
 
@@ -148,6 +152,8 @@ class Orchestrator:
     async def _start(self) -> None:
         config = self.config
         clean_stages(self.rollouts_dir)
+        if config.tenant is not None:
+            self._background = [self.tasks.create_task(self._watch_membership())]
         self.status.phase("starting environments and waiting for the server")
         checkpoints.clean(self.checkpoints.root, PART)  # what an earlier incarnation left half-done
         environments = self.tasks.create_task(self.pool.start(config.client.ready_timeout))
@@ -382,6 +388,7 @@ class Orchestrator:
         metrics["workers/cpu"] = self.pool.busiest
         for env, pools in self.pools.items():
             metrics |= {f"curriculum/{env}/pool/{name}": share for name, share in pools.shares().items()}
+        metrics |= self.fleet.tenant_metrics()
         if (limit := self.limits.look()) is not None:
             metrics[limit.metric] = limit.share
         self.monitor.log(batch.step, metrics)
@@ -410,6 +417,12 @@ class Orchestrator:
         while True:  # bounded: the run cancels it at its end
             await self._save()
             await asyncio.sleep(FLUSH_SECONDS)
+
+    async def _watch_membership(self) -> None:
+        """Raise UserError once the trainer trains this tenant no longer, unless it has left. Until it is cancelled."""
+        while not self.stopping:  # bounded: the run cancels it at its end
+            membership.check(self.config.output_dir)
+            await asyncio.sleep(_WAKE_SECONDS)
 
     async def _save(self) -> None:
         async with self._saving:
@@ -476,6 +489,9 @@ async def orchestrate(config: "OrchestratorConfig") -> None:
 
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, on_signal)
+            if config.tenant is not None:
+                stack.callback(tenants.leave, config.output_dir)
+                await membership.join(config, status)
             teachers = Teachers(config)
             stack.push_async_callback(teachers.close)
             await teachers.start(status.waiting)

@@ -6,7 +6,7 @@ Each process commits its own as `settings/<process>.json`, and refuses to start 
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from operator import attrgetter
@@ -22,10 +22,11 @@ from prime_rl.transport.commit import write_atomically
 LEDGER = "ledger.sqlite"  # of the orchestrator, in the run directory
 Party = Literal["trainer", "orchestrator", "inference"]
 
+_SLOTS = "tenants.slots"  # of a deployment's trainer alone
 # Dotted keys, compared if both sides have them.
 _SAME = (
     "model.name", "async_level", "max_steps", "seed", "ckpt.interval", "ckpt.keep", "ckpt.keep_interval",
-    "ckpt.output_dir", "router_replay",
+    "ckpt.output_dir", "router_replay", _SLOTS,
 )  # fmt: skip
 _SEQ_LEN = "seq_len"  # need not be equal: the orchestrator's samples must fit the trainer's micro-batches
 _DATA = "data"  # between trainer and orchestrator; compared with partners that are gone, too: what they committed stays
@@ -68,8 +69,8 @@ def compare(config: BaseConfig, process: Party, *, gone: bool = True) -> Process
     Raises UserError if one differs, naming the key and both values, or if another trainer, or orchestrator, is running
     in this run.
     """
-    itself, settings, output_dir = me(), _shared(config, process), config.output_dir
-    mine = ProcessSettings(process, itself.pid, itself.started, this_host(), time.time(), settings)
+    mine, output_dir = _own(config, process), config.output_dir
+    settings = mine.settings
     for partner, running in _committed(output_dir):
         where = f"(pid {partner.pid} on {partner.host})"
         if not (running or gone):
@@ -82,17 +83,45 @@ def compare(config: BaseConfig, process: Party, *, gone: bool = True) -> Process
         data = [settings[_DATA], partner.settings[_DATA]] if _DATA in settings and _DATA in partner.settings else []
         for alone in (_ALONE[each] for each in data if each != _BATCHES):
             raise UserError(f"in {output_dir} {alone}, start over with --clean, or choose another --output-dir")
-        for key in settings.keys() & partner.settings.keys() - {_DATA} if running else ():
-            ours, theirs = settings[key], partner.settings[key]
-            if key == _SEQ_LEN:
-                made, room = (ours, theirs) if process == "orchestrator" else (theirs, ours)
-                if made > room:
-                    lengths = f"seq_len is {made} in the orchestrator, but {room} in the trainer"
-                    raise UserError(f"{lengths}: samples would not fit a micro-batch")
-            elif ours != theirs:
-                running_there = f"in the {partner.process} that runs in the same output_dir {where}"
-                raise UserError(f"{key} is {ours} here, but {theirs} {running_there}: give both the same value")
+        if (
+            running
+            and process == "orchestrator"
+            and _SLOTS in partner.settings
+            and attrgetter("tenant")(config) is None
+        ):
+            joins = f"--tenant.join {output_dir} --tenant.name NAME joins it"
+            raise UserError(f"the trainer {where} that runs in {output_dir} trains tenants: {joins}")
+        if running:
+            _compare(mine, partner, settings.keys() & partner.settings.keys() - {_DATA})
     return mine
+
+
+def _compare(mine: ProcessSettings, partner: ProcessSettings, keys: Iterable[str]) -> None:
+    for key in keys:
+        ours, theirs = mine.settings[key], partner.settings[key]
+        if key == _SEQ_LEN:
+            made, room = (ours, theirs) if mine.process == "orchestrator" else (theirs, ours)
+            if made > room:
+                lengths = f"seq_len is {made} in the orchestrator, but {room} in the trainer"
+                raise UserError(f"{lengths}: samples would not fit a micro-batch")
+        elif ours != theirs:
+            running_there = f"in the {partner.process} that it runs with (pid {partner.pid} on {partner.host})"
+            raise UserError(f"{key} is {ours} here, but {theirs} {running_there}: give both the same value")
+
+
+def slots_for(config: BaseConfig, deployment: Path) -> int | None:
+    """Return how many tenants the trainer of `deployment` takes; None where none for tenants runs there.
+    Raises UserError if a tenant with this configuration would not fit it."""
+    for partner, running in _committed(deployment):
+        if running and partner.process == "trainer" and _SLOTS in partner.settings:
+            _compare(_own(config, "orchestrator"), partner, ("model.name", _SEQ_LEN))
+            return int(partner.settings[_SLOTS])
+    return None
+
+
+def _own(config: BaseConfig, process: Party) -> ProcessSettings:
+    itself = me()
+    return ProcessSettings(process, itself.pid, itself.started, this_host(), time.time(), _shared(config, process))
 
 
 def _shared(config: BaseConfig, process: Party) -> dict[str, Any]:

@@ -14,7 +14,6 @@ why it is none. The servers know tenants by their keys: a request with one means
 import hashlib
 import json
 import secrets
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from prime_rl.monitor.status import read_record
 from prime_rl.transport.commit import write_atomically
 
 _OWNER, _JOIN = "tenant.json", "join.json"
+_TAKEN = "the tenant name {} is taken, by another key: choose another tenant.name"
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,12 @@ def key_hash(key: str) -> str:
 def own_key(directory: Path) -> str:
     """Return the key of the tenant in `directory`; one that has none yet gets it. Only the user may read the file."""
     path = directory / "key"
-    with suppress(FileNotFoundError):
+    try:
         return path.read_text()
+    except PermissionError:
+        raise UserError(_TAKEN.format(directory.name)) from None
+    except FileNotFoundError:
+        pass
     directory.mkdir(parents=True, exist_ok=True)
     key = secrets.token_urlsafe(32)
     path.touch(mode=0o600)
@@ -68,7 +72,7 @@ def claim_name(directory: Path, key: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / _OWNER, json.dumps(asdict(TenantKey(key_hash(key)))).encode())
     elif owner.key_hash != key_hash(key):
-        raise UserError(f"the tenant name {directory.name} is taken, by another key: choose another tenant.name")
+        raise UserError(_TAKEN.format(directory.name))
 
 
 def ask_to_join(directory: Path, settings: dict[str, Any]) -> None:

@@ -131,6 +131,23 @@ $ orchestrator @ x.toml --environments.0.workers 1
 % ckpt.path = [false]
 $ orchestrator --environment.id x @ x.toml
   ckpt.output_dir: must be a path, got [False] (x.toml, line 1)
+# tenants
+$ orchestrator --environment.id x --tenant.join d --tenant.name a --output-dir e --no-trainer --bench --router-replay
+  output_dir is e, but the run of this tenant is in d/tenants/a: leave it out (output_dir: --output-dir, tenant.join:
+    --tenant.join)
+  a tenant has a trainer: leave trainer = false out (trainer: --no-trainer)
+  a tenant is not measured alone: leave bench out (bench: --bench)
+  tenants are trained without router_replay: leave it out (router_replay: --router-replay)
+$ orchestrator --environment.id x --tenant.join d --tenant.name a --tenant.scheduler.type cosine --tenant.loss.kl-coef 1
+  tenant.scheduler.type 'cosine' needs max_steps, to end at (tenant.scheduler.type: --tenant.scheduler.type)
+  the divergence from a reference model needs one: give reference.base_url (tenant.loss.kl_coef: --tenant.loss.kl-coef)
+  tenant.loss.kl_coef would not reach samples of advantage zero: set filter_zero_advantage = false
+    (tenant.loss.kl_coef: --tenant.loss.kl-coef)
+$ orchestrator --environment.id x --tenant.join d --tenant.name a --ckpt.resume-step 3 --ckpt.output-dir /c
+  a tenant has its checkpoints in d/tenants/a: leave ckpt.output_dir out (ckpt.output_dir: --ckpt.output-dir)
+  a tenant goes on from what is committed: leave ckpt.resume_step out (ckpt.resume_step: --ckpt.resume-step)
+$ rl --orchestrator.environment.id x --orchestrator.tenant.join d --orchestrator.tenant.name b
+  `rl` starts a trainer of its own: leave orchestrator.tenant out (orchestrator.tenant: --orchestrator.tenant.name)
 # odd words
 $ orchestrator --environment.id x --environments.0.wrkers 1
   --environments.0.wrkers names no setting; did you mean --environments.0.workers?

@@ -1,0 +1,95 @@
+"""How an orchestrator becomes a tenant: check the deployment, ask its trainer, and note where the membership ends."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prime_rl.errors import UserError
+from prime_rl.monitor import Status
+from prime_rl.monitor.status import ProcessStatus, read_record, status_path
+from prime_rl.transport import tenants
+from prime_rl.transport.settings import running_processes, slots_for
+from prime_rl.wait import wait, wait_async
+
+if TYPE_CHECKING:
+    from prime_rl.config import OrchestratorConfig
+
+_LAUNCHER = "rl"
+_SHARED = ("max_steps", "async_level", "seed", "seq_len", "ckpt", "monitor", "log")
+_OWN = ("optim", "scheduler", "loss")
+
+
+def prepare(config: "OrchestratorConfig") -> None:
+    """Check that the deployment can train this tenant, take its name, and give its key to this process's environment.
+
+    With `clean` an earlier membership is ended first. Raises UserError.
+    """
+    assert config.tenant is not None
+    deployment, name, directory = config.tenant.join, config.tenant.name, config.output_dir
+    seconds, variable = config.client.ready_timeout, config.client.api_key_var
+
+    def slots() -> int | None:
+        count = slots_for(config, deployment)
+        if count is None and _LAUNCHER not in running_processes(deployment):
+            raise UserError(f"no trainer with tenants runs in {deployment}: `uv run rl tenants` starts one")
+        return count
+
+    most = wait(slots, subject="trainer with tenants", owner=f"`rl tenants` in {deployment}", seconds=seconds)
+    others = sorted(tenants.joins(deployment).keys() - {name})
+    if len(others) >= most:
+        held = f"has {most} slots, taken by {', '.join(others)}"
+        raise UserError(f"{deployment} {held}: wait for one of them to end, or raise trainer.tenants.slots there")
+    key = os.environ.get(variable) or tenants.own_key(directory)
+    if (owner := tenants.names_by_key(deployment).get(tenants.key_hash(key), name)) != name:
+        raise UserError(f"the key in ${variable} is that of the tenant {owner}: unset it, or give each its own")
+    tenants.claim_name(directory, key)
+    os.environ[variable] = key
+    if config.clean and "orchestrator" not in running_processes(directory):
+        tenants.leave(directory)
+        wait(
+            lambda: "trainer" not in running_processes(directory),
+            subject=f"end of the earlier run of {name}", owner="trainer", seconds=seconds,
+        )  # fmt: skip
+
+
+async def join(config: "OrchestratorConfig", status: Status) -> None:
+    """Ask the trainer, and wait until it accepts. Raises UserError: it refuses, or does not answer."""
+    directory, seconds = config.output_dir, config.weights_timeout
+    path, subject = status_path(directory, "trainer"), f"tenant {directory.name} to be accepted"
+    before = read_record(ProcessStatus, path)
+    if before is not None and before.outcome is not None:  # of an earlier membership
+        path.unlink(missing_ok=True)
+    tenants.ask_to_join(directory, trainer_settings(config))
+
+    def accepted() -> bool:
+        answer = read_record(ProcessStatus, path)
+        status.waiting(subject, "trainer", seconds)
+        if answer is None or (before is not None and answer.heartbeat == before.heartbeat):
+            return False
+        if (answer.outcome or "").startswith("failed"):
+            raise UserError(_reason(answer.outcome))
+        return answer.outcome is None
+
+    await wait_async(accepted, subject=subject, owner="trainer", seconds=seconds)
+
+
+def trainer_settings(config: "OrchestratorConfig") -> dict[str, Any]:
+    """Return what the tenant is trained with, by the keys of a TrainerConfig."""
+    assert config.tenant is not None
+    settings = config.model_dump(mode="json", include={*_SHARED})
+    settings |= config.tenant.model_dump(mode="json", include={*_OWN}) | {"model": {"name": config.model.name}}
+    wandb = settings["monitor"]["wandb"] or {}
+    wandb |= {key: f"{wandb[key]}-trainer" for key in ("name", "id") if wandb.get(key)}
+    return settings
+
+
+def check(directory: Path) -> None:
+    """Raise UserError if the trainer has ended the membership before its last step, with its reason."""
+    trainer = read_record(ProcessStatus, status_path(directory, "trainer"))
+    outcome = trainer.outcome if trainer is not None else None
+    if outcome not in (None, "finished") and directory.name not in tenants.joins(directory.parents[1]):
+        raise UserError(f"the trainer has ended the run of {directory.name}: {_reason(outcome)}")
+
+
+def _reason(outcome: str | None) -> str:
+    return (outcome or "").removeprefix("failed: ")
