@@ -1,11 +1,12 @@
 """Processes, by /proc (Linux): whose they are, and that none is left over.
 
 A child is ended with all that it has started. It kills its process group once its launcher has gone: the launcher is
-named in the environment of every child, which watches it from then on, however deep it is below; one that is stopped by
-a signal dies as soon as it is continued. Standard library only: environment workers import this from their own virtual
-environments.
+named in the environment of every child, which watches it from then on, however deep it is below. One that is stopped by
+a signal cannot; the kernel ends it if it is the launcher's own child, else it dies as soon as it is continued. Standard
+library only: environment workers import this from their own virtual environments.
 """
 
+import ctypes
 import os
 import signal
 import socket
@@ -26,6 +27,7 @@ ENV = "PRIMERL_LAUNCHER"  # "pid:start time" of the process to watch
 _MARK = "PRIMERL_TREE_"
 _LOOK_SECONDS = 0.5
 _KILL_ROUNDS = 3  # a process may be born between the look and the kill
+_PR_SET_PDEATHSIG = 1  # of prctl: the signal to be sent by the kernel once the thread that started this process is gone
 _PROC = Path("/proc")
 
 
@@ -190,13 +192,15 @@ class Child:
     def signal(self, number: signal.Signals, group: bool = False) -> None:
         """Signal it, or the whole of its process group, unless it has ended."""
         if self._popen.returncode is None:  # perhaps as a zombie, which ignores it
-            (os.killpg if group else os.kill)(self.pid, number)
+            with suppress(ProcessLookupError):  # another thread reaps it
+                (os.killpg if group else os.kill)(self.pid, number)
 
     def reap(self) -> None:
         """SIGKILL it and all that it has started, and wait until they are gone."""
         if self._popen.returncode is not None:
             return
         kill_family(self.pid, self._mark)
+        self.signal(signal.SIGKILL, group=True)  # where no file descriptor was free to look
         try:
             self._popen.wait(timeout=1.0)
         except subprocess.TimeoutExpired:  # it hangs in the kernel
@@ -210,6 +214,8 @@ def watch() -> None:
     """
     if value := os.environ.get(ENV):
         pid, _, started = value.partition(":")
+        if os.getppid() == int(pid):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
         _end_with(ProcessId(int(pid), int(started)), lambda: os.killpg(os.getpgrp(), signal.SIGKILL))
 
 

@@ -156,6 +156,18 @@ async def test_a_closed_pool_answers(tmp_path: Path) -> None:
             await run(pool)
 
 
+async def test_a_stopped_worker_ends_with_its_pool(tmp_path: Path) -> None:
+    """Contract: also where the end of the pool is not waited for."""
+    async with serving(tmp_path, stub(tmp_path)) as pool:
+        (worker,) = pids(pool)
+        os.kill(worker, signal.SIGSTOP)
+        closing = asyncio.create_task(pool.close())
+        await asyncio.sleep(0.0)
+        closing.cancel()
+        await asyncio.wait([closing], timeout=SECONDS)
+        assert identify(worker) is None
+
+
 async def test_equal_environments_share_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment that is trained on and evaluated is loaded once; results bear the name that was asked for. Other
     arguments or promised secrets: other workers, which alone get them."""

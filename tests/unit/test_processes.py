@@ -38,12 +38,14 @@ def gone(pid: int) -> bool:
     return wait(lambda: identify(pid) is None, subject="its end", owner="the kernel", seconds=60) is True
 
 
-@pytest.mark.parametrize("code", [LAUNCHER, FOLLOWED])
-def test_who_watches_a_process_ends_with_it(code: str) -> None:
-    """SIGKILL of the launcher ends its child; of a server, its engine. (test_launcher.py has whole trees.)"""
+@pytest.mark.parametrize(("code", "stopped"), [(LAUNCHER, False), (LAUNCHER, True), (FOLLOWED, False)])
+def test_who_watches_a_process_ends_with_it(code: str, stopped: bool) -> None:
+    """SIGKILL of the launcher ends its child, also a stopped one; of a server, its engine."""
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True, text=True)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
+    if stopped:
+        os.kill(child, signal.SIGSTOP)
     parent.kill()
     parent.wait(30)
     assert gone(child)

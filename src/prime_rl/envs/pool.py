@@ -220,6 +220,10 @@ class EnvPool:
             await wait_async(lambda: not self.workers, subject="end", owner="the workers", seconds=CLOSE_SECONDS)
         except WaitTimeout as error:  # the run has ended all the same: they watch this process
             logger.warning("environment workers {}: {}", ", ".join(sorted(self.workers)), error)
+        except asyncio.CancelledError:  # nobody waits for them any more
+            while self.workers:
+                self.workers.popitem()[1].child.reap()
+            raise
         finally:
             for task in self._tasks:
                 task.cancel()
