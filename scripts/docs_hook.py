@@ -12,7 +12,7 @@ from typing import Any
 
 from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig, loader
 from prime_rl.config.base import Keys, Section, Setting, find, settings
-from prime_rl.config.rl import ParityConfig
+from prime_rl.config.rl import DeploymentConfig, ParityConfig
 
 ROOT = Path(__file__).parent.parent
 COMMANDS: dict[str, type[Section]] = {
@@ -21,6 +21,7 @@ COMMANDS: dict[str, type[Section]] = {
     "inference": InferenceConfig,
     "rl": RLConfig,
     "rl parity": ParityConfig,
+    "rl tenants": DeploymentConfig,
     "sft": SFTConfig,
     "eval": EvalConfig,
 }

@@ -1,10 +1,10 @@
 """Settings of `rl`: a whole run, its processes, and what they share."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import Checks, conflict, option
+from prime_rl.config.base import Checks, Problem, check, conflict, option
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.share import share
@@ -42,20 +42,45 @@ class RLConfig(RecoverableRun):
 
     share = staticmethod(share)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_tenants(cls, data: Any) -> Any:
+        trainer = data.get("trainer") if cls is RLConfig and isinstance(data, dict) else None
+        if isinstance(trainer, dict) and trainer.get("tenants") is not None:
+            check(Problem("<trainer.tenants> is for `rl tenants`, which starts the servers and the trainer alone"))
+        return data
+
     def checks(self) -> Checks:
         trainer, orchestrator = self.trainer, self.orchestrator
-        alone = "`rl` starts a trainer of its own: leave <orchestrator.tenant> out"
-        yield conflict(orchestrator.tenant, alone)
         yield serve_adapters(self.inference, trainer.lora, "trainer.lora", trainer.tenants)
         resumes = self.ckpt is not None and self.ckpt.resume_step is not None
+        both = "<recover> goes on from the newest state, <ckpt.resume_step> from a checkpoint: give one of them"
+        yield conflict(self.recover and resumes and not self.clean, both)
+        if "orchestrator" not in self.model_fields_set:
+            return
+        alone = "`rl` starts a trainer of its own: leave <orchestrator.tenant> out"
+        yield conflict(orchestrator.tenant, alone)
         reply, context = orchestrator.sampling.max_tokens, self.inference.max_model_len if self.inference else None
         room = f"<orchestrator.sampling.max_tokens> {reply} leaves no room for a prompt within"
         yield conflict(reply and context and reply >= context, f"{room} <inference.max_model_len> {context}")
         lengths = f"<orchestrator.seq_len> {orchestrator.seq_len} exceeds <trainer.seq_len> {trainer.seq_len}"
         yield conflict(orchestrator.seq_len > trainer.seq_len, f"{lengths}: samples would not fit a micro-batch")
-        both = "<recover> goes on from the newest state, <ckpt.resume_step> from a checkpoint: give one of them"
-        yield conflict(self.recover and resumes and not self.clean, both)
         yield from orchestrator.check_loss(trainer.loss, "trainer.loss", "orchestrator.", self.bench)
+
+
+class DeploymentConfig(RLConfig):
+    """Start the servers and the trainer of a deployment, which go on until they are stopped. Orchestrators join as its
+    tenants, each with an adapter of its own: `orchestrator @ tenant.toml --tenant.join RUN`. Takes what `rl` takes"""
+
+    orchestrator: OrchestratorConfig = option(OrchestratorConfig.model_construct, "Not used.", mark="one_time")
+
+    def checks(self) -> Checks:
+        yield conflict(self.trainer.tenants is None, "a deployment is for tenants: give <trainer.tenants>")
+        yield conflict(
+            self.clean, "<clean> would not remove runs of tenants: leave it out; `orchestrator --clean` starts one over"
+        )
+        self.recover = True
+        yield conflict(self.slurm, "a deployment is not submitted: leave <slurm> out, and start it in a job of yours")
 
 
 class ParityConfig(RLConfig):

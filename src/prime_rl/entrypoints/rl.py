@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prime_rl import processes
 from prime_rl.config import RLConfig
-from prime_rl.config.rl import ParityConfig
+from prime_rl.config.rl import DeploymentConfig, ParityConfig
 from prime_rl.entrypoints import run_command, show
 from prime_rl.errors import UserError, say
 from prime_rl.launcher.preflight import check_model
@@ -24,7 +24,10 @@ def main() -> None:
     what, *arguments = sys.argv[1:] or [""]
     if what in ("parity", "parity-sampler"):
         return run_command(ParityConfig, sys.argv.pop(1), partial(_parity, what))
-    if near := [] if what in _EXAMINATIONS else difflib.get_close_matches(what, [*_EXAMINATIONS, "parity"], n=1):
+    if what == "tenants":
+        return run_command(DeploymentConfig, sys.argv.pop(1), _run)
+    commands = [*_EXAMINATIONS, "parity", "tenants"]
+    if near := [] if what in _EXAMINATIONS else difflib.get_close_matches(what, commands, n=1):
         log.fail(UserError(f"`rl {what}` is no command; did you mean `rl {near[0]}`?"))
     if what not in _EXAMINATIONS:
         run_command(RLConfig, "rl", _run)

@@ -16,11 +16,19 @@ from prime_rl.launcher.console import minutes
 from prime_rl.launcher.supervise import RestartPolicy, log_tail, stall_reason
 from prime_rl.monitor import read_status
 from prime_rl.monitor.limits import LimitWatch
+from prime_rl.monitor.monitor import metrics_path, read_metrics
 from prime_rl.monitor.status import GONE_SECONDS, ProcessStatus
 from prime_rl.processes import read, table, this_host
 from prime_rl.transport import checkpoints
+from prime_rl.transport.tenants import joins
 
 _JOBS = ("trainer", "orchestrator", "sft", "eval")
+_TENANT_METRICS = {
+    "tenant/trainer_share": "{:.0%} of the trainer's time",
+    "tenant/queued": "{:.1f} s queued for it at the last step",
+    "tenant/engine_share": "{:.0%} of the engines' time",
+    "tenant/waiting": "{:.0f} requests wait for them",
+}
 _MIN_FREE_BYTES = 64 * 2**20
 _ERROR = re.compile(r"(\w+: )?error: |.*\bERROR\b|[\w.]*(Error|Exception)\b.*: \S")
 
@@ -48,12 +56,15 @@ def examine(run: Path) -> int:
     launcher = "not running" if claim is None else _process_state(claim)
     known = {path.stem for path in (run / "configs").glob("*.toml")} | statuses.keys()
     names = [name for job in (*_JOBS, SERVER) for name in sorted(known) if re.split("[.-]", name)[0] == job]
-    rows = [("run", str(run)), ("launcher", launcher)]
+    is_tenant = run.resolve().parent.name == "tenants"
+    rows = [("run", str(run)), ("deployment", str(run.parents[1])) if is_tenant else ("launcher", launcher)]
     for name in names:
         texts = _describe(statuses[name]) if name in statuses else [_unreported(name, claim)]
         rows += [(name.replace(".", " "), texts[0]), *(("", text) for text in texts[1:])]
     state, sentence = _diagnose(run, launcher, {name: statuses[name] for name in names if name in statuses})
-    rows += _progress(run)
+    rows += [] if (run / "tenants").is_dir() else _progress(run)
+    for directory in sorted((run / "tenants").glob("*/")):
+        rows += _tenant(directory)
     # vLLM is noisy when it is asked to stop.
     well = {name for name, status in statuses.items() if status.outcome in ("finished", "stopped")}
     for name in names if state not in _FINE else ():
@@ -70,6 +81,22 @@ def _describe(status: ProcessStatus) -> list[str]:
     line, wait = f"{status.doing}; pid {status.pid}; last progress {_ago(status.progress)}", status.waiting
     waits = [] if wait is None else [f"waits for {wait} (gives up in {minutes(max(0.0, wait.deadline - time.time()))})"]
     return [f"{_process_state(status):<11}{line}", *(f"{'':<11}{text}" for text in waits)]
+
+
+def _tenant(directory: Path) -> Iterator[tuple[str, str]]:
+    """Yield what a tenant is doing, which share it has of trainer and engines, and what it waits for."""
+    name, statuses = directory.name, read_status(directory)
+    rows = [row for job in _JOBS[:2] for row in read_metrics(metrics_path(directory, job))[-1:]]
+    numbers = {key: value for row in rows for key, value in row.items()}
+    texts = [form.format(numbers[key]) for key, form in _TENANT_METRICS.items() if key in numbers]
+    yield f"tenant {name}", ", ".join([f"version {rundir.newest_step(directory / 'weights')}", *texts])
+    for job in _JOBS[:2]:
+        lines = _describe(statuses[job]) if job in statuses else ["no report"]
+        yield from (("", f"{job if number == 0 else '':<14}{line}") for number, line in enumerate(lines))
+    orchestrator = statuses.get("orchestrator")
+    gone = orchestrator is None or orchestrator.outcome is not None or _process_state(orchestrator) == _DEAD
+    if gone and name in joins(directory.parents[1]):
+        yield "", f"holds a slot without an orchestrator: start that again, or remove {directory / 'join.json'}"
 
 
 def _unreported(name: str, claim: ProcessStatus | None) -> str:
@@ -115,7 +142,8 @@ def _diagnose(run: Path, launcher: str, statuses: Mapping[str, ProcessStatus]) -
             return RunState.STUCK, "; ".join(faults)
         doing = [f"waits for {one.waiting}" if one.waiting else one.outcome or one.phase for one in ranks.values()]
         return RunState.RUNS, "; ".join(f"{name}: {text}" for name, text in zip(ranks, doing, strict=True))
-    goes_on = " (`rl … --recover` goes on from what is committed)" if rundir.results(run) else ""
+    command = "the same command" if run.resolve().parent.name == "tenants" else "`rl … --recover`"
+    goes_on = f" ({command} goes on from what is committed)" if rundir.results(run) else ""
     if launcher == _DEAD and not any((status.outcome or "").startswith("failed") for status in ranks.values()):
         killed = "rl ended without a last word (killed, or the host went down), and everything with it"
         return RunState.INTERRUPTED, killed + goes_on

@@ -3,6 +3,7 @@
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from prime_rl.config import RLConfig, write_toml
 from prime_rl.config.shared import how_to_start
@@ -27,7 +28,7 @@ def run(config: RLConfig) -> int:
     """Run to the end; return the exit status. Raises UserError for what cannot work, before anything is started."""
     if config.bench:
         config = rundir.as_benchmark(config)
-    if config.recover and not rundir.results(config.output_dir):
+    if config.recover and config.trainer.tenants is None and not rundir.results(config.output_dir):
         print(f"nothing to recover in {config.output_dir}: starting from the beginning")
         config = config.model_copy(update={"recover": False})
     _check(config)
@@ -66,10 +67,16 @@ def _write_configs(plan: Plan) -> None:
 
 def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
     output_dir, bench, began = config.output_dir, config.bench, time.time()
-    console = Console(output_dir, config.max_steps, bench)
+    console, tenants = Console(output_dir, config.max_steps, bench), dict[Path, Console]()
 
     def tick() -> None:
         console.look()
+        for directory in sorted(output_dir.glob("tenants/*")) if config.trainer.tenants else ():
+            if directory not in tenants:
+                tenants[directory] = Console(directory, None)
+            for line in tenants[directory].step_lines():
+                console.say(f"{directory.name}: {line}")
+            console.steps |= tenants[directory].steps
         owner.beat()
 
     names = ", ".join(process.name for process in plan.processes)
@@ -91,7 +98,7 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
     console.look()
     words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}
     steps = len(read_metrics(metrics_path(output_dir, "trainer"))) if bench else len(console.steps)
-    made = f"{steps} step{'' if steps == 1 else 's'}"
+    made = f"{steps} step{'' if steps == 1 else 's'}" if config.trainer.tenants is None else f"{len(tenants)} tenants"
     console.say(f"{words[outcome]}: {made} in {minutes(time.time() - began)}")
     if started := ", ".join(f"{name} {count} x" for name, count in supervisor.restarts.items()):
         console.say(f"started again: {started}")
@@ -107,6 +114,8 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
 
 def drained(config: RLConfig) -> str:
     """Say what a run that is asked to stop still does, and from where it could go on."""
+    if config.trainer.tenants is not None:
+        return "the current step of each tenant will be finished and saved"
     if config.bench:
         return "the current step will be finished; a benchmark saves nothing"
     recovers = config.trainer.recovery_interval or (config.max_restarts and config.recovery_interval)
@@ -118,7 +127,8 @@ def drained(config: RLConfig) -> str:
 
 
 def _check(config: RLConfig) -> None:
-    sections = (config.trainer, config.orchestrator, config.inference)
+    orchestrator, shared = config.orchestrator, config.trainer.tenants is not None  # without an orchestrator
+    sections = (config.trainer, None if shared else orchestrator, config.inference)
     for name in {section.model.name for section in sections if section is not None}:
         preflight.check_model(name)
     preflight.check_lora(config.trainer.lora, config.trainer.model.name, resumes=_resumes(config))
@@ -130,7 +140,8 @@ def _check(config: RLConfig) -> None:
             raise UserError(f"inference.max_model_len {room}: the fixed prompt of the logprob check needs {needed}")
     else:
         preflight.check_key(config.orchestrator.client)
-    orchestrator = config.orchestrator
+    if shared:
+        return
     # Before the trainer goes back for nothing.
     resume_point(orchestrator.model_copy(update={"output_dir": config.output_dir, "recover": config.recover}))
     for environment in orchestrator.all_environments():

@@ -119,7 +119,7 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
     gpus = dict(zip(servers, layout.servers, strict=True)) | {"trainer": layout.trainer, "orchestrator": ()}
     sections = _sections(config, layout, servers)
     configs = {name: config_path(config, name) for name in sections}
-    api_key = None if inference is None else inference.api_key
+    api_key, tenants = None if inference is None else inference.api_key, config.trainer.tenants
 
     def process(name: str, *module: str, key_variable: str = "", **more: Any) -> ProcessSpec:
         recover = [RECOVER] if config.recover and name in PAIR else []
@@ -142,11 +142,12 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
     processes = (
         *(process(name, serve, key_variable="VLLM_API_KEY", server=server) for name, server in servers.items()),
         process("trainer", *train, drain_children=ranks > 1, after_ready=alone),
-        process("orchestrator", orchestrate, key_variable=client.api_key_var),
+        *([] if tenants else [process("orchestrator", orchestrate, key_variable=client.api_key_var)]),
     )
     files = {configs[name]: section for name, section in sections.items()}
     external = ServerSpec(", ".join(client.base_urls), client.ready_timeout)
     versions = "" if config.trainer.lora is None else config.trainer.lora.describe()
+    versions += f", of {tenants.slots} tenants at a time" if tenants else ""
     return Plan(processes, files, tuple(servers.values()) or (external,), config.output_dir, versions)
 
 
@@ -182,7 +183,8 @@ def _sections(config: RLConfig, layout: Layout, servers: Mapping[str, ServerSpec
         urls = [f"{server.url}/v1" for server in servers.values()]
         client = orchestrator.client.model_copy(update={"base_url": urls})
         orchestrator = orchestrator.model_copy(update={"client": client})
-    sections: dict[str, BaseConfig] = {"rl": config, "trainer": trainer, "orchestrator": orchestrator}
+    sections: dict[str, BaseConfig] = {"rl": config, "trainer": trainer}
+    sections |= {"orchestrator": orchestrator} if trainer.tenants is None else {}
     if inference is None:
         return sections
     # What is free on a shared GPU is the trainer's. It leaves room for a server's copy only where it publishes there.
@@ -268,7 +270,9 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
     if not serves:
         machine = replace(machine, gpu_gib=None)
     ports = tuple(range(len(servers)))
-    if serves and config.inference_servers is None and _gains_by_two(config, inference, len(servers), machine):
+    # Tenants name the servers that they use: one a GPU is what they expect.
+    single = config.inference_servers is not None or config.trainer.tenants is not None
+    if serves and not single and _gains_by_two(config, inference, len(servers), machine):
         memory = _memory(config, inference, 2, machine)
         if memory[1] is not None:
             return Layout(servers * 2, trainer, *memory, (*ports, *(_EXTRA_PORTS + port for port in ports)))

@@ -96,7 +96,7 @@ class SupervisedChild:
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec, self.server = spec, spec.server
         self.name, self.is_job = spec.name, spec.server is None
-        self.restarts, self.furthest = 0, -3  # restarts since the run was this far: newest batch plus newest version
+        self.restarts, self.furthest = 0, -1  # restarts since the run was this far: batches and versions
         self.state, self.due, self.was_ready = ChildState.PENDING, 0.0, False
         self.options: tuple[str, ...] = ()  # that follow its arguments in the next incarnation
 
@@ -283,7 +283,8 @@ class Supervisor:
         last got further, by its newest batch and version.
         """
         name, most, words = child.name, self._policy.max_restarts, child.last_words()
-        reached = sum(newest_step(self._output_dir / room) for room in ("rollouts", "weights"))
+        runs = [self._output_dir, *self._output_dir.glob("tenants/*")]
+        reached = sum(newest_step(run / room) + 1 for run in runs for room in ("rollouts", "weights"))
         child.restarts = 1 if reached > child.furthest else child.restarts + 1
         child.furthest = max(reached, child.furthest)
         if final or child.restarts > most:

@@ -148,6 +148,9 @@ $ orchestrator --environment.id x --tenant.join d --tenant.name a --ckpt.resume-
   a tenant goes on from what is committed: leave ckpt.resume_step out (ckpt.resume_step: --ckpt.resume-step)
 $ rl --orchestrator.environment.id x --orchestrator.tenant.join d --orchestrator.tenant.name b
   `rl` starts a trainer of its own: leave orchestrator.tenant out (orchestrator.tenant: --orchestrator.tenant.name)
+$ rl --trainer.tenants.slots 2
+  trainer.tenants is for `rl tenants`, which starts the servers and the trainer alone (trainer.tenants:
+    --trainer.tenants.slots)
 # odd words
 $ orchestrator --environment.id x --environments.0.wrkers 1
   --environments.0.wrkers names no setting; did you mean --environments.0.workers?

@@ -16,12 +16,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from prime_rl.config.shared import MonitorConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher import doctor
 from prime_rl.launcher.rundir import Owner
-from prime_rl.monitor import Status
+from prime_rl.monitor import Monitor, Status
 from prime_rl.monitor.status import ProcessStatus, Waiting, status_path, write_record
 from prime_rl.processes import ProcessId, identify, me, read, this_host
+from prime_rl.transport.tenants import ask_to_join, tenant_dir
 from prime_rl.wait import wait
 
 DEAD = ProcessId(os.getpid(), 1)  # its pid is another process's now
@@ -160,6 +162,32 @@ def test_the_examination_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert "batch 40, version 40, checkpoint -, recovery checkpoint 30" in out
     assert "trainer.log: RuntimeError: out of memory" in out
     assert "orchestrator has given no sign of life for 61 s" in out.splitlines()[-1]
+
+
+def test_tenants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a deployment: each tenant, who waits for whom, its shares, slots without an orchestrator. A tenant's own
+    directory is examined as any run's, without a launcher."""
+    alice, bob = (tenant_dir(tmp_path, name) for name in ("alice", "bob"))
+    for directory in (tmp_path, alice, bob):
+        (directory / "status").mkdir(parents=True)
+        write_record(status_path(directory, "trainer"), status("trainer", waiting=waits("its turn", "bob", 7.0)))
+    for directory, of in ((alice, me()), (bob, DEAD)):
+        ask_to_join(directory, {})
+        write_record(status_path(directory, "orchestrator"), status("orchestrator", of=of))
+    for process, row in (("trainer", {"tenant/trainer_share": 0.4}), ("orchestrator", {"tenant/engine_share": 0.61})):
+        Monitor(alice, process, MonitorConfig(), {}).log(3, row)
+    (alice / "weights" / "step_3").mkdir(parents=True)
+    assert doctor.examine(tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "\ntenant alice   version 3, 40% of the trainer's time, 61% of the engines' time\n" in out
+    assert re.search(r"trainer +alive +at work.*\n +waits for its turn from bob, for 7 s \(gives up", out)
+    assert out.count("holds a slot without an orchestrator") == 1
+    assert f"start that again, or remove {bob / 'join.json'}" in out
+    assert (doctor.examine(alice), doctor.examine(bob)) == (0, 1)
+    own = capsys.readouterr().out
+    assert f"deployment     {tmp_path}\n" in own
+    assert "launcher" not in own
+    assert "orchestrator died without a last word" in own
 
 
 def test_a_wreck_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

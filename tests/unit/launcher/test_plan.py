@@ -1,11 +1,13 @@
 """What `rl` would start: placement, arithmetic, command lines. Pure: no process, no GPU."""
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prime_rl.config import InferenceConfig, RLConfig
+from prime_rl.config import InferenceConfig, RLConfig, to_toml
+from prime_rl.config.rl import DeploymentConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher import plan
 from prime_rl.launcher.plan import HostResources, Plan, make_plan, visible_gpus
@@ -76,6 +78,19 @@ def test_the_orchestrator_knows_every_server() -> None:
     # As it was given: `rl @ configs/rl.toml` plans the same again.
     assert section(made, "rl").orchestrator.client.base_url == "http://localhost:8000/v1"
     assert [(server.url, server.port) for server in planned(2, None).servers] == [("http://localhost:8000/v1", None)]
+
+
+def test_a_deployment() -> None:
+    """`rl tenants` starts servers and the trainer, one server a GPU: tenants name them. Its file plans the same."""
+    lora = {"lora": {"rank": 4}, "tenants": {"slots": 3}}
+    given = {"trainer": {**lora, "seq_len": 512}, "inference": {}, "model": {"name": "m"}}
+    config = from_table(DeploymentConfig, given)
+    made = make_plan(config, HostResources(["0", "1"], 64, {}, 80.0, 1.0))
+    assert [process.name for process in made.processes] == ["inference", "trainer"]
+    assert section(made, "inference").lora.tenants.slots == section(made, "trainer").tenants.slots == 3
+    assert Path("outputs/configs/orchestrator.toml") not in made.configs
+    assert "versions       adapters of rank 4, of 3 tenants at a time" in plan.describe(made)
+    assert from_table(DeploymentConfig, tomllib.loads(to_toml(config))) == config
 
 
 def test_one_gpu_trains_and_serves() -> None:
