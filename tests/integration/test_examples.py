@@ -42,6 +42,17 @@ def test_dry_run(config: str, tmp_path: Path) -> None:
     assert f'id = "{name}"' in (tmp_path / "run" / "configs" / "orchestrator.toml").read_text()
 
 
+def test_tenants_dry_run(tmp_path: Path) -> None:
+    """A deployment and its tenants are planned from their files."""
+    commands = (("rl", "tenants"), "deployment", "--output-dir"), (("orchestrator",), "alice", "--tenant.join")
+    for command, file, option in (*commands, (("orchestrator",), "bob", "--tenant.join")):
+        done = run_forked(*command, "@", EXAMPLES / "tenants" / f"{file}.toml", option, tmp_path, "--dry-run")
+        assert done.returncode == 0, done.stderr
+    assert (
+        "of 2 tenants at a time" in run_forked("rl", "tenants", "@", tmp_path / "configs/rl.toml", "--dry-run").stdout
+    )
+
+
 @pytest.mark.parametrize("name", ["reverse_text", "hendrycks_math", "intellect_math"])
 def test_three_files_say_what_one_says(name: str) -> None:
     """`rl @ examples/NAME/rl.toml` and `rl --trainer @ configs/NAME/train.toml …` are one run but for GPU numbers."""

@@ -63,8 +63,8 @@ def examine(run: Path) -> int:
         rows += [(name.replace(".", " "), texts[0]), *(("", text) for text in texts[1:])]
     state, sentence = _diagnose(run, launcher, {name: statuses[name] for name in names if name in statuses})
     rows += [] if (run / "tenants").is_dir() else _progress(run)
-    for directory in sorted((run / "tenants").glob("*/")):
-        rows += _tenant(directory)
+    for path in sorted((run / "tenants").glob("*/tenant.json")):
+        rows += _tenant(path.parent)
     # vLLM is noisy when it is asked to stop.
     well = {name for name, status in statuses.items() if status.outcome in ("finished", "stopped")}
     for name in names if state not in _FINE else ():

@@ -23,7 +23,7 @@ from prime_rl.launcher.rundir import Owner
 from prime_rl.monitor import Monitor, Status
 from prime_rl.monitor.status import ProcessStatus, Waiting, status_path, write_record
 from prime_rl.processes import ProcessId, identify, me, read, this_host
-from prime_rl.transport.tenants import ask_to_join, tenant_dir
+from prime_rl.transport.tenants import ask_to_join, claim_name, tenant_dir
 from prime_rl.wait import wait
 
 DEAD = ProcessId(os.getpid(), 1)  # its pid is another process's now
@@ -172,6 +172,7 @@ def test_tenants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (directory / "status").mkdir(parents=True)
         write_record(status_path(directory, "trainer"), status("trainer", waiting=waits("its turn", "bob", 7.0)))
     for directory, of in ((alice, me()), (bob, DEAD)):
+        claim_name(directory, str(directory))
         ask_to_join(directory, {})
         write_record(status_path(directory, "orchestrator"), status("orchestrator", of=of))
     for process, row in (("trainer", {"tenant/trainer_share": 0.4}), ("orchestrator", {"tenant/engine_share": 0.61})):
