@@ -80,6 +80,8 @@ class DeploymentConfig(RLConfig):
             self.clean, "<clean> would not remove runs of tenants: leave it out; `orchestrator --clean` starts one over"
         )
         self.recover = True
+        one = "tenants share a trainer of one process: leave <trainer_gpus> and <trainer_ranks> out"
+        yield conflict(self.trainer_gpus > 1 or (self.trainer_ranks or 1) > 1, one)
         yield conflict(self.slurm, "a deployment is not submitted: leave <slurm> out, and start it in a job of yours")
 
 

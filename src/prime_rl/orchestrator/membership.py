@@ -87,8 +87,11 @@ def check(directory: Path) -> None:
     """Raise UserError if the trainer has ended the membership before its last step, with its reason."""
     trainer = read_record(ProcessStatus, status_path(directory, "trainer"))
     outcome = trainer.outcome if trainer is not None else None
-    if outcome not in (None, "finished") and directory.name not in tenants.joins(directory.parents[1]):
-        raise UserError(f"the trainer has ended the run of {directory.name}: {_reason(outcome)}")
+    if outcome in (None, "finished") or directory.name in tenants.joins(directory.parents[1]):
+        return
+    saved = "it was stopped; what is trained is saved, and the same command goes on"
+    why = saved if outcome == "stopped" else _reason(outcome)
+    raise UserError(f"the trainer has ended the run of {directory.name}: {why}")
 
 
 def _reason(outcome: str | None) -> str:

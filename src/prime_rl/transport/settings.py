@@ -77,7 +77,8 @@ def compare(config: BaseConfig, process: Party, *, gone: bool = True) -> Process
             continue
         if partner.process == process:
             if process != "inference" and running:  # servers have addresses of their own
-                ways = "stop that one, or choose another --output-dir"
+                other = "--output-dir" if getattr(config, "tenant", None) is None else "--tenant.name"
+                ways = f"stop that one, or choose another {other}"
                 raise UserError(f"another {process} {where} is running in {output_dir}: {ways}")
             continue
         data = [settings[_DATA], partner.settings[_DATA]] if _DATA in settings and _DATA in partner.settings else []

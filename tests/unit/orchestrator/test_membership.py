@@ -17,6 +17,7 @@ from prime_rl.orchestrator import membership
 from prime_rl.transport import tenants
 from prime_rl.transport.settings import check_and_commit
 from support import partners
+from support.scripted import fresh, has_batch, until
 
 partner = partners.partner
 KEY = "VLLM_API_KEY"
@@ -75,6 +76,26 @@ def test_what_cannot_be_is_one_line(
     if message is None:  # a key of its own is kept, and workers and clients get it
         assert os.environ[KEY] == (key or (tenants.tenant_dir(deployment, "alice") / "key").read_text())
         assert tenants.names_by_key(deployment)[tenants.key_hash(os.environ[KEY])] == "alice"
+
+
+def test_starting_over_ends_the_membership(deployment: Path) -> None:
+    """A second orchestrator of a name is refused, with `--clean`, too; of one that was killed the slot is given up."""
+    directory = tenants.tenant_dir(deployment, "alice")
+    config = tenant(deployment, "alice", "--clean")
+    membership.prepare(config)
+    tenants.ask_to_join(directory, {})
+    answer(directory, "stopped")
+    membership.prepare(config)
+    assert tenants.joins(deployment) == {}
+    check_and_commit(config, "orchestrator")
+    tenants.ask_to_join(directory, {})
+    partners.belongs_to(
+        directory, "orchestrator", json.loads((deployment / "settings/trainer.json").read_text())["pid"]
+    )
+    membership.prepare(config)
+    assert list(tenants.joins(deployment)) == ["alice"]
+    with pytest.raises(UserError, match="another orchestrator .* is running in .*alice: .*another --tenant.name"):
+        check_and_commit(tenant(deployment, "alice"), "orchestrator")
 
 
 def test_without_a_trainer_of_tenants(tmp_path: Path, partner: int) -> None:
@@ -142,9 +163,9 @@ async def test_the_trainer_answers(tmp_path: Path, before: str | None, outcome: 
     ("outcome", "member", "message"),
     [
         (None, True, None),
-        ("stopped", True, None),  # the deployment stops, and takes all its tenants when it starts again
+        ("stopped", True, None),  # it was another membership
         ("finished", False, None),
-        ("stopped", False, "the trainer has ended the run of alice: stopped"),
+        ("stopped", False, "the trainer has ended the run of alice: it was stopped; what is trained is saved"),
         ("failed: the loss is not finite", False, "the trainer has ended the run of alice: the loss is not finite"),
     ],
 )
@@ -155,3 +176,24 @@ def test_the_end_of_a_membership(tmp_path: Path, outcome: str | None, member: bo
         tenants.ask_to_join(directory, {})
     with pytest.raises(UserError, match=message) if message else nullcontext():
         membership.check(directory)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_run_leaves_or_is_sent_away(tmp_path: Path, fails: bool) -> None:
+    """Contract: a tenant that is asked to stop leaves, and ends once the trainer says so; one that the trainer trains
+    no longer ends with the trainer's reason, while it waits for weights."""
+    directory = tenants.tenant_dir(tmp_path, "alice")
+    answer(directory)
+    world = fresh(directory, tenant={"join": tmp_path, "name": "alice"})
+    tenants.ask_to_join(directory, {})
+    orchestrator = world.orchestrator()
+    run = asyncio.create_task(orchestrator.run())
+    await until(has_batch(world, 0), run=run)
+    if fails:
+        tenants.leave(directory)  # the trainer does
+    else:
+        orchestrator.stop()
+        assert tenants.joins(tmp_path) == {}
+    answer(directory, "failed: the loss is not finite" if fails else "stopped")
+    with pytest.raises(UserError, match="of alice: the loss is not finite") if fails else nullcontext():
+        await asyncio.wait_for(run, 60)
