@@ -46,7 +46,7 @@ from prime_rl.config.rl import ParityConfig  # noqa: E402
 from prime_rl.config.trainer import TrainerModel  # noqa: E402
 from prime_rl.fleet.logprob_check import compare  # noqa: E402
 from prime_rl.inference import compat, server  # noqa: E402
-from prime_rl.inference.service import WeightService  # noqa: E402
+from prime_rl.inference.service import ServedBase, WeightService  # noqa: E402
 from prime_rl.monitor import log  # noqa: E402
 from prime_rl.trainer import parity_scorer  # noqa: E402
 from prime_rl.trainer.model import build_policy  # noqa: E402
@@ -198,7 +198,7 @@ def serve(name: str, dtype: str, directory: Path) -> None:
     tied = bool(getattr(llm.model_config.hf_text_config, "tie_word_embeddings", False))
 
     async def walk() -> None:
-        service = WeightService(Engine(llm), model, directory / "weights", tied=tied)
+        service = WeightService(Engine(llm), ServedBase(model, tied), directory.resolve() / "weights")
         for stage in STAGES:
             if stage == "after":
                 await service.update(str(step_dir(directory / "weights", 1)), 1)

@@ -129,7 +129,7 @@ def make_tiny_model(directory: Path, *, experts: int = 0, tied: bool = True, see
 
 @dataclass(frozen=True)
 class InferenceServer:
-    """A running server. `weights_root` is where updates may come from."""
+    """A running server. `weights_root` is where updates may come from; requests carry `key`, if there is one."""
 
     base_url: str
     model: Path
@@ -137,6 +137,11 @@ class InferenceServer:
     output_dir: Path
     log: Path
     pid: int
+    key: str = ""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     @property
     def root(self) -> str:
@@ -148,10 +153,10 @@ class InferenceServer:
         httpx.post(f"{self.root}/reload_weights", timeout=60).raise_for_status()
 
     def post(self, path: str, body: dict[str, Any] | None = None, **kwargs: Any) -> httpx.Response:
-        return httpx.post(f"{self.root}{path}", json=body, timeout=120, **kwargs)
+        return httpx.post(f"{self.root}{path}", json=body, timeout=120, **{"headers": self.headers} | kwargs)
 
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
-        return httpx.get(f"{self.root}{path}", timeout=60, **kwargs)
+        return httpx.get(f"{self.root}{path}", timeout=60, **{"headers": self.headers} | kwargs)
 
 
 def free_port() -> int:

@@ -11,20 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import InferenceServer, launch_server
-from prime_rl.config.shared import ClientConfig
-from prime_rl.config.trainer import LoRAConfig, TrainerModel, WeightsConfig
 from prime_rl.errors import UserError
-from prime_rl.fleet.client import InferenceClient
-from prime_rl.fleet.logprob_check import Difference, LogprobCheck, LogprobCheckFailed, compare
-from prime_rl.trainer.model import build_policy
+from prime_rl.fleet.logprob_check import LogprobCheckFailed, compare
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.parameters import is_adapter, named_parameters
-from prime_rl.trainer.reference_scorer import ReferenceScorer
-from prime_rl.trainer.source import find_model
-from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport.commit import MANIFEST, step_dir
-from prime_rl.transport.weights import WeightsManifest, file_hashes, hash_directory, version_hash, weights_manifest
+from prime_rl.transport.weights import file_hashes, hash_directory, version_hash, weights_manifest
 from support import trainer as support
+from support.adapters import AdapterRun
 from support.serving import difference, parse, reference, request, sample, served, update
 
 world = support.world
@@ -39,48 +32,13 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
         yield launched
 
 
-class Run:
-    """A trainer of adapters that publishes, and an orchestrator that has the server load and verify."""
-
-    def __init__(self, server: InferenceServer, world: World, directory: Path, **how: Any) -> None:
-        self.server, self.source, self.root = server, find_model(str(server.model)), directory / "weights"
-        lora = LoRAConfig(**{"rank": 8, "alpha": 16} | how)
-        self.policy = build_policy(self.source, TrainerModel(), world, lora=lora)
-        vocabulary, exact = self.source.config.vocab_size, (torch.float32, torch.float32)
-        self.publisher = WeightPublisher(
-            directory, self.policy, self.source, world, torch.float32, lora=lora, weights=WeightsConfig(keep=None),
-            scorer=ReferenceScorer(self.policy, world, vocabulary, *exact, lora.serve),
-        )  # fmt: skip
-        self.publisher.open(0)
-        self.check, self.version = LogprobCheck(), 0
-
-    def publish(self) -> WeightsManifest:
-        """Commit a version with other adapters."""
-        torch.manual_seed(self.version)
-        self.version += 1
-        with torch.no_grad():
-            for name, parameter in named_parameters(self.policy):
-                if is_adapter(name):
-                    parameter.to_local().normal_(std=0.05)
-        self.publisher.publish(self.version)
-        self.publisher.settle()
-        return weights_manifest(step_dir(self.root, self.version))
-
-    async def load(self, version: WeightsManifest) -> Difference:
-        """Have the server load and verify it; return how far off the server is."""
-        config = ClientConfig(base_url=self.server.base_url)
-        async with InferenceClient(config, logprob_check=self.check) as client:
-            await client.update(version)
-            assert version.reference is not None
-            return compare(await client.score(version.reference.tokens), version.reference.logprobs)
-
-
 @pytest.fixture
-def run(server: InferenceServer, world: World) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
+def run(server: InferenceServer, world: World) -> Iterator[Callable[..., AdapterRun]]:
+    runs: list[AdapterRun] = []
 
-    def start(**how: Any) -> Run:
-        runs.append(Run(server, world, server.weights_root / f"run-{len([*server.weights_root.iterdir()])}", **how))
+    def start(**how: Any) -> AdapterRun:
+        directory = server.weights_root / f"run-{len([*server.weights_root.iterdir()])}"
+        runs.append(AdapterRun(server, world, directory, **how))
         return runs[-1]
 
     yield start
@@ -89,7 +47,7 @@ def run(server: InferenceServer, world: World) -> Iterator[Callable[..., Run]]:
     server.reset()
 
 
-async def test_the_engine_computes_adapters_as_the_trainer_does(run: Callable[..., Run], tmp_path: Path) -> None:
+async def test_the_engine_computes_adapters_as_the_trainer_does(run: Callable[..., AdapterRun], tmp_path: Path) -> None:
     """Contract: each version in turn, also the base again, on every route and whether a request names the model or not;
     what is sampled has the log-probabilities of the merged weights; a request in flight goes on under the new ones."""
     one = run()
@@ -105,14 +63,7 @@ async def test_the_engine_computes_adapters_as_the_trainer_does(run: Callable[..
     answer = served(one.server)
     assert (answer["version"], answer["hash"]) == (1, first.hash)
 
-    merged = tmp_path / "merged"
-    with torch.no_grad():
-        copies = one.publisher._copies
-        lora = copies._lora.model_copy(update={"serve": "merged"})
-        full = type(copies)(one.policy, copies.world, torch.float32, lora=lora)
-        full.copy()
-        merged.mkdir()
-        full.write_files(full.to_host(), one.source, merged)
+    merged = one.write_merged(tmp_path / "merged")
     replies = [sample(one.server, PROMPT, path, seed=1) for path in ("/v1/sample", "/inference/v1/generate")]
     unnamed = {key: value for key, value in request(one.server, PROMPT, seed=1).items() if key != "model"}
     replies += [parse(one.server.post(path, unnamed)) for path in ("/v1/sample", "/inference/v1/generate")]
@@ -126,7 +77,7 @@ async def test_the_engine_computes_adapters_as_the_trainer_does(run: Callable[..
         assert (await one.load(version)).largest < CLOSE
 
 
-async def test_an_adapter_that_the_engine_does_not_compute_is_found(run: Callable[..., Run]) -> None:
+async def test_an_adapter_that_the_engine_does_not_compute_is_found(run: Callable[..., AdapterRun]) -> None:
     """Contract: where hashes have nothing to find, the logprob check does: an adapter that is not applied, or another
     version's."""
     one = run()
@@ -146,7 +97,7 @@ async def test_an_adapter_that_the_engine_does_not_compute_is_found(run: Callabl
             await one.load(weights_manifest(second.directory))
 
 
-async def test_versions_that_cannot_be_served_are_refused(run: Callable[..., Run], world: World) -> None:
+async def test_versions_that_cannot_be_served_are_refused(run: Callable[..., AdapterRun], world: World) -> None:
     """Contract: one line each, and what was served is served on."""
     one = run()
     first = one.publish()

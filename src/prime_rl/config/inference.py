@@ -40,6 +40,13 @@ class AdaptersConfig(Section):
     tenants: TenantsConfig | None = option(None, "Whose adapters are served (None: those of one run).")
     resident: PositiveInt | None = option(None, "Tenants' adapters in the engine, by last use (None: all).")
 
+    def checks(self) -> Checks:
+        if self.resident is not None and (self.tenants is None or self.resident > self.tenants.slots):
+            slots = (
+                "is of tenants' adapters" if self.tenants is None else f"exceeds <tenants.slots> {self.tenants.slots}"
+            )
+            yield Problem(f"<resident> {self.resident} {slots}")
+
 
 class InferenceConfig(BaseConfig):
     """The inference server: vLLM's OpenAI server plus the weight routes."""

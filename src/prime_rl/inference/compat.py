@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -212,19 +212,23 @@ def complete_reload(model: Any) -> Iterator[None]:
         raise RuntimeError(f"vLLM's loader of {type(model).__name__} keeps the old weights of its {', '.join(stale)}")
 
 
-ADAPTER = 1  # vLLM's number of the adapter that the model's own name stands for
+ADAPTER = 1  # vLLM's number of the only adapter; tenants' are numbered from here on
 
 
 class AdapterSlot:
-    """The memory in which a worker's layers keep the adapter. Versions after the first are copied to it at once: vLLM's
-    own way packs and copies layer by layer, which takes six times as long. Raises RuntimeError as `load`."""
+    """The memory in which a worker's layers keep an adapter. Versions after the first are copied to it at once: vLLM's
+    own way packs and copies layer by layer, which takes six times as long. Raises RuntimeError as `load`.
 
-    def __init__(self, runner: Any) -> None:
-        self._runner, self._manager = runner, runner.lora_manager._adapter_manager
+    Where not all adapters are resident vLLM activates those of a step, from copies in the host's memory.
+    """
+
+    def __init__(self, runner: Any, number: int = ADAPTER) -> None:
+        self._runner, self._manager, self._number = runner, runner.lora_manager._adapter_manager, number
+        self._resident = self._manager.capacity == self._manager.lora_slots
         self._key: tuple[Any, ...] = ()
         self._targets: list[Any] = []  # where each tensor goes; none: vLLM's way has to be taken
         self._scaled: list[Any] = []  # of them those of B
-        self._put(self._manager.create_dummy_lora(ADAPTER, 1, self._runner.lora_manager.embedding_modules))
+        self.clear()
 
     def clear(self) -> bool:
         """Hold an adapter of zeros, and answer as `load`. There is always one: without it a step with requests in
@@ -234,7 +238,7 @@ class AdapterSlot:
         if self._targets:
             torch._foreach_zero_(self._targets)
         else:
-            self._put(self._manager.create_dummy_lora(ADAPTER, 1, self._runner.lora_manager.embedding_modules))
+            self._put(self._manager.create_dummy_lora(self._number, 1, self._runner.lora_manager.embedding_modules))
         return bool(self._targets)
 
     def load(self, tensors: Mapping[str, Any], config: dict[str, Any]) -> bool:
@@ -258,26 +262,29 @@ class AdapterSlot:
             unpacked = "get_rename_mapper" if require_engine().version == PINNED else "get_unstacked_mapper"
             names = getattr(names, unpacked)()
         dtype = self._manager.lora_config.lora_dtype
-        more = {"device": str(self._runner.device), "dtype": dtype, "weights_mapper": names}
-        adapter = LoRAModel.from_lora_tensors(ADAPTER, dict(tensors), helper, **more)
+        device = str(self._runner.device) if self._resident else "cpu"
+        more = {"device": device, "dtype": dtype, "weights_mapper": names}
+        adapter = LoRAModel.from_lora_tensors(self._number, dict(tensors), helper, **more)
         self._put(adapter)
         parallel = self._runner.vllm_config.parallel_config
         if parallel.pipeline_parallel_size == 1 and (left := adapter.loras.keys() - self._manager.modules):
             raise RuntimeError(f"vLLM has no layer for the adapter of {min(left)}")
-        if parallel.world_size == 1:
+        if parallel.world_size == 1 and self._resident:
             self._find(tensors, helper.r, names)
         return bool(self._targets)
 
     def _put(self, adapter: Any) -> None:
-        self._manager.remove_adapter(ADAPTER)
+        self._manager.remove_adapter(self._number)
         self._manager.add_adapter(adapter)
-        self._manager.activate_adapter(ADAPTER)
+        self._manager._last_mapping = None  # 0.26 would go on with the old place in the layers
+        if self._resident:
+            self._manager.activate_adapter(self._number)
 
     def _find(self, tensors: Mapping[str, Any], rank: int, names: Any) -> None:
         """Find where the tensors were copied to; not of experts, nor of layers that are packed in other ways."""
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
-        memory, slot = dict[tuple[str, bool], Any](), self._manager.lora_index_to_id.index(ADAPTER)
+        memory, slot = dict[tuple[str, bool], Any](), self._manager.lora_index_to_id.index(self._number)
         for path, module in self._manager.modules.items():
             parts = self._manager.packed_modules.get(path, [path])
             stacks = [vars(module).get(name, ()) for name in ("lora_a_stacked", "lora_b_stacked")]
@@ -330,16 +337,12 @@ def use_whole_products(runner: Any) -> None:
                 module.set_mapping(new)
 
 
-def name_adapter(state: Any, models: Sequence[str], loads: int) -> Any:
-    """Have all of vLLM's routes use the adapter for these names, and where no model is named; return its request.
-
-    By the number of loads its name is another one for each version: cached prefixes of one are none of the next.
-    """
+def adapter_request(name: str, model: str, number: int = ADAPTER) -> Any:
+    """Return vLLM's request for an adapter. Its name is another one for each version that was loaded: cached prefixes
+    of one are none of the next."""
     from vllm.lora.request import LoRARequest
 
-    request = LoRARequest(f"{models[0]}@{loads}", ADAPTER, models[0])
-    state.openai_serving_models.lora_requests |= dict.fromkeys((*models, None, ""), request)
-    return request
+    return LoRARequest(name, number, model)
 
 
 def settle_reload(model: Any, model_config: Any) -> None:

@@ -9,48 +9,78 @@ from collections.abc import Sequence
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-WEIGHT_ROUTES = ("/update_weights", "/reload_weights", "/weights", "/leave", "/pause", "/resume")
+from prime_rl.inference.tenancy import ASKING, Tenancy
+from prime_rl.inference.version_files import Rejected
+
+WEIGHTS = ("/update_weights", "/reload_weights", "/weights")  # of several tenants: the one's that asks
 
 OPEN = ("/health", "/ping")  # for launchers and load balancers, which have no key
 SERVED = {
-    *OPEN, *WEIGHT_ROUTES, "/metrics", "/version", "/load", "/tokenize", "/detokenize", "/tokenizer_info",
-    "/invocations", "/generative_scoring", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json",
+    *OPEN, *WEIGHTS, "/leave", "/pause", "/resume", "/metrics", "/version", "/load", "/tokenize", "/detokenize",
+    "/tokenizer_info", "/invocations", "/generative_scoring", "/docs", "/docs/oauth2-redirect", "/redoc",
+    "/openapi.json",
 }  # fmt: skip
 SERVED_BELOW = ("/v1/", "/inference/v1/", "/static/")
 # They load adapters by a path that the request names. vLLM's other administrative routes are not served anyway.
 OFF = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
+# What tenants' keys are for.
+GENERATING = ("/v1/", "/inference/v1/", "/invocations", "/generative_scoring")
+TENANTS = {*WEIGHTS, "/tokenize", "/detokenize", "/tokenizer_info"}
+
+
 class Guard:
     """Require one of the keys, if there are any, except on `OPEN`; answer 404 for a route that is not served.
 
-    Paths are compared as the router does, character by character: another spelling of a path is not served.
+    With `tenancy` what is the tenants' needs the key of one. Paths are compared as the router does, character by
+    character: another spelling of a path is not served.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app, self._keys = app, [key.encode() for key in keys]
+    def __init__(self, app: ASGIApp, keys: Sequence[str], tenancy: Tenancy | None = None) -> None:
+        self._app, self._keys, self._tenancy = app, [key.encode() for key in keys], tenancy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        rejection = None if scope["type"] == "lifespan" else self._rejection(scope)
-        if rejection is None:
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        elif scope["type"] == "http":
-            await rejection(scope, receive, send)
-        else:
-            await send({"type": "websocket.close", "code": 1008})
-
-    def _rejection(self, scope: Scope) -> JSONResponse | None:
+            return
         path, root = str(scope["path"]), str(scope.get("root_path", ""))
         if root and path.startswith(f"{root}/"):  # a prefix that a proxy has added (`[vllm] root_path`)
             path = path[len(root) :]
+        try:
+            name = await self._tenant(scope, path)
+            ASKING.set(name)
+            if name is None or self._tenancy is None:
+                await self._app(scope, receive, send)
+            else:
+                generates = path.startswith(GENERATING) and scope["method"] == "POST"
+                await self._tenancy.answer(self._app, scope, receive, send, generates=generates)
+        except Rejected as rejection:  # by this middleware
+            if scope["type"] == "http":
+                await error_answer(rejection.status, rejection.message)(scope, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": 1008})
+
+    async def _tenant(self, scope: Scope, path: str) -> str | None:
+        """Return whose request it is, None for no tenant's. Rejected if the route is closed to who asks."""
         fields = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, candidate = (fields[0] if len(fields) == 1 else b"").partition(b" ")
-        has_key = scheme.lower() == b"bearer" and any(secrets.compare_digest(candidate, key) for key in self._keys)
-        if path not in OPEN and self._keys and not has_key:
-            return error_answer(401, "this route needs the server's API key: `Authorization: Bearer …`")
+        key = candidate if scheme.lower() == b"bearer" else b""
+        name, has_key = None, any(secrets.compare_digest(key, each) for each in self._keys)
+        if self._tenancy is not None and path not in OPEN and not has_key:
+            tenants = path.startswith(GENERATING) or path in TENANTS
+            name = await self._tenancy.whose(key.decode(errors="replace")) if key else None
+            if name is None and tenants:
+                raise Rejected(401, "this server serves tenants: a request needs a tenant's key")
+            if name is not None and (not tenants or scope["type"] != "http"):
+                raise Rejected(403, "a tenant's key is not for this route: it needs the server's own")
+        if path not in OPEN and self._keys and not has_key and name is None:
+            raise Rejected(401, "this route needs the server's API key: `Authorization: Bearer …`")
         if not is_served(path):
-            return error_answer(404, "no such route here; docs/guides/security.md lists those that are served")
-        return None
+            raise Rejected(404, "no such route here; docs/guides/security.md lists those that are served")
+        if self._tenancy is not None and name is None and path in WEIGHTS:
+            raise Rejected(403, "this server's weights are its tenants': the route needs a tenant's key")
+        return name
 
 
 def is_served(path: str) -> bool:

@@ -1,7 +1,8 @@
 """Our routes, as a vLLM endpoint plugin: vLLM's own server loads it in the process that answers HTTP.
 
     POST /update_weights {"weight_dir", "version"} -> {"version", "hash", "seconds", "place"}; POST /reload_weights too
-    GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "loads", "engines", "leaving"}
+    GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "loads", "engines", "leaving"}, and of a tenant
+        {"engine_share", "waiting"}: its part of the engine over the last minutes, and its requests that wait for it
     POST /pause -> {"paused"}, POST /resume likewise: requests in flight are kept; an update pauses by itself
     POST /leave -> {"leaving"}: orchestrators give this server no new episodes, and let it go once those in flight ended
     POST /v1/generate, an alias of /inference/v1/generate
@@ -21,11 +22,13 @@ import asyncio
 import base64
 import faulthandler
 import json
+import math
 import os
 import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -40,11 +43,14 @@ from prime_rl.errors import UserError
 from prime_rl.inference import compat, middleware
 from prime_rl.inference.checks import model_directory
 from prime_rl.inference.engine_watch import watch_engine
+from prime_rl.inference.fair_share import FairShare
 from prime_rl.inference.middleware import error_answer
 from prime_rl.inference.server import plugin_config
-from prime_rl.inference.service import WeightService
+from prime_rl.inference.service import ServedBase, WeightService
+from prime_rl.inference.tenancy import AdapterOfTenant, Tenancy, Tenant, asking
 from prime_rl.inference.version_files import TURN_SECONDS, Adapters, Rejected
 from prime_rl.monitor import Status
+from prime_rl.transport.tenants import tenant_dir
 
 TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE = "/inference/v1/generate", "/v1/generate", "/v1/sample"
 FOLLOW_SECONDS = 60.0
@@ -83,8 +89,10 @@ async def limit_body(request: Request) -> None:
         raise Rejected(413, f"the request is longer than {BODY_BYTES >> 10} KiB")
 
 
-def _service(request: Request) -> WeightService:
-    return request.app.state.prime_service
+async def _service(request: Request) -> WeightService:
+    """That of the tenant that asks, if one does."""
+    state, name = request.app.state, asking()
+    return state.prime_service if name is None else (await state.prime_tenancy.tenant(name)).service
 
 
 Service = Annotated[WeightService, Depends(_service)]
@@ -106,9 +114,9 @@ async def reload_weights(service: Service) -> dict[str, Any]:
 
 @router.get("/weights")
 async def weights(request: Request, service: Service) -> dict[str, Any]:
-    state = request.app.state
+    state, name = request.app.state, asking()
     more = {"engines": service.engines, "leaving": state.prime_leaving, "models": state.prime_models}
-    return await service.served() | more
+    return await service.served() | more | ({} if name is None else state.prime_tenancy.numbers(name))
 
 
 @router.post("/pause")
@@ -145,7 +153,8 @@ async def sample(body: SampleBody, raw_request: Request) -> Response:
         raise Rejected(404, f"the model {body.model!r} is not served; this server has {', '.join(state.prime_models)}")
     params = sampling_params(body.sampling_params, len(body.token_ids), state.engine_client.model_config.max_model_len)
     prompt, name = tokens_input(body.token_ids, cache_salt=body.cache_salt), f"sample-{secrets.token_hex(16)}"
-    stream = state.engine_client.generate(prompt, params, name, lora_request=state.prime_lora)
+    lora = state.openai_serving_models.lora_requests.get(body.model)
+    stream = state.engine_client.generate(prompt, params, name, lora_request=lora)
     outputs = [output async for output in stream]
     output = outputs[-1].outputs[0]  # the only one
     if output.finish_reason == "error":
@@ -248,37 +257,53 @@ class PrimeRoutes:
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         app, keys = self._app, [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
-        # Outermost: vLLM has added its middleware, and a host may have built the stack, which ends `add_middleware`.
-        app.middleware_stack = middleware.Guard(app.middleware_stack or app.build_middleware_stack(), keys)
-        state.prime_models = args.served_model_name or [args.model]
+        state.prime_models = models = args.served_model_name or [args.model]
+        names = (*models, None, "")
         config = self._config
         assert config is not None, "the engine was started by our server"
         sys.setswitchinterval(TURN_SECONDS)
         model_config, engines = engine_client.model_config, args.data_parallel_size
-        base = model_directory(model_config.model, model_config.revision)
-        assert base is not None, "vLLM has loaded it"
+        directory = model_directory(model_config.model, model_config.revision)
+        assert directory is not None, "vLLM has loaded it"
         status = Status(config.output_dir, config.process)
         state.prime_leaving = False
-        state.prime_lora = None
-
-        def name_adapter(loads: int) -> None:
-            if config.lora is not None:
-                state.prime_lora = compat.name_adapter(state, state.prime_models, loads)
-
-        name_adapter(0)
+        lora, tenants = config.lora, None if config.lora is None else config.lora.tenants
         engine = compat.AllEngines(engine_client, engines)
-        state.prime_service = service = WeightService(
+        make_service = partial(
+            WeightService,
             engine,
-            base=base,
-            root=config.weights_root,
-            tied=bool(model_config.hf_text_config.tie_word_embeddings),
-            adapters=None if config.lora is None else Adapters(config.lora.max_rank, args.lora_target_modules),
-            status=status,
+            ServedBase(directory, bool(model_config.hf_text_config.tie_word_embeddings)),
+            adapters=None if lora is None else Adapters(lora.max_rank, args.lora_target_modules),
             on_device=config.stage_on_device,
             servers_on_host=config.servers_on_host * engines,
             engines=engines,
-            on_load=name_adapter,
         )
+
+        def name_adapter(loads: int) -> None:
+            if lora is not None and tenants is None:
+                request = compat.adapter_request(f"{models[0]}@{loads}", models[0])
+                state.openai_serving_models.lora_requests |= dict.fromkeys(names, request)
+
+        def start(name: str, number: int) -> Tenant:
+            def renew(loads: int) -> None:
+                which = f"{models[0]}@{name}@{tenant.service.boot}@{loads}"
+                tenant.request = compat.adapter_request(which, models[0], number)
+
+            root = tenant_dir(config.output_dir, name) / "weights"
+            tenant = Tenant(number, make_service(root, number=number, on_load=renew))
+            renew(0)
+            return tenant
+
+        name_adapter(0)
+        state.prime_service = service = make_service(config.weights_root, status=status, on_load=name_adapter)
+        state.prime_tenancy = tenancy = None
+        if lora is not None and tenants is not None:
+            most = engine_client.vllm_config.scheduler_config.max_num_seqs * engines
+            share = FairShare[Any](most, tenants.weights, tenants.limits, lora.resident or math.inf)
+            state.prime_tenancy = tenancy = Tenancy(config.output_dir, tenants.slots, share, start)
+            state.openai_serving_models.lora_requests = AdapterOfTenant(tenancy, names)
+        # Outermost: vLLM has added its middleware, and a host may have built the stack, which ends `add_middleware`.
+        app.middleware_stack = middleware.Guard(app.middleware_stack or app.build_middleware_stack(), keys, tenancy)
         async with asyncio.timeout(FOLLOW_SECONDS):
             await engine_client.collective_rpc("prime_follow", args=(os.getpid(),))
             state.prime_keeper = engine if config.router_replay and not args.enable_return_routed_experts else None
@@ -292,7 +317,8 @@ class PrimeRoutes:
             """End the process in time after a signal, and say where if it hangs; waiting requests do not hold it up."""
             seconds = STOP_SECONDS + args.shutdown_timeout
             faulthandler.dump_traceback_later(seconds, exit=True, file=2)
-            loop.call_soon_threadsafe(service.stop)
+            for each in [service, *(each.service for each in (tenancy.tenants.values() if tenancy else ()))]:
+                loop.call_soon_threadsafe(each.stop)
 
         state.prime_watch = asyncio.create_task(watch_engine(engine_client, status, on_stop=end_soon))
         logger.info("serving {} on port {}", args.model, args.port)

@@ -188,6 +188,8 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
             raise UserError("lora: vLLM cannot serve adapters of a mixture of experts with data_parallel_size > 1")
         room = next(rank for rank in ADAPTER_RANKS if rank >= config.lora.max_rank)
         flags |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
+        if (tenants := config.lora.tenants) is not None:
+            flags |= {"max_loras": config.lora.resident or tenants.slots, "max_cpu_loras": tenants.slots}
         flags["lora_target_modules"] = checks.adapted_modules(config.model.name, experts=not cpu)
     if (kind := config.quantization) is not None:
         # Of a model on the hub vLLM finds out by itself.

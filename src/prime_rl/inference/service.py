@@ -17,7 +17,7 @@ from typing import Any
 from loguru import logger
 
 from prime_rl import faults
-from prime_rl.inference.compat import AllEngines
+from prime_rl.inference.compat import ADAPTER, AllEngines
 from prime_rl.inference.version_files import (
     STALL_SECONDS,
     Adapters,
@@ -61,14 +61,38 @@ class WeightUpdate:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
 
 
+class ServedBase:
+    """The base model in `directory`. Its tensors are hashed beside the start of the server, not before it.
+
+    `tied`: the output head shares the embedding; a checkpoint may or may not hold it.
+    """
+
+    def __init__(self, directory: Path, tied: bool = False) -> None:
+        self.directory, self.tied = directory, tied
+        self._hashing = asyncio.create_task(self.read())
+
+    async def read(self) -> dict[str, TensorEntry]:
+        return await read(lambda: hash_directory(self.directory), self.directory, LOAD_SECONDS)
+
+    async def hashes(self) -> dict[str, TensorEntry]:
+        """The tensors as they were first read. Rejected (500) if they could not be."""
+        if self._hashing.done() and self._hashing.exception() is not None:
+            self._hashing = asyncio.create_task(self.read())  # the file system may be back
+        try:
+            return await asyncio.shield(self._hashing)  # bounded: `read` is
+        except (CommitError, OSError) as error:
+            raise Rejected(500, f"the base model cannot be hashed: {error}") from error
+
+
 class WeightService:
     """Updates the engine's weights and reports which they are.
 
     Args:
         engine: Answers for all of the `engines` data-parallel engines behind this server.
-        root: Where versions may lie (None: anywhere).
-        tied: The model's output head shares the embedding: a checkpoint may or may not hold it.
+        root: Where versions may lie, a real path (None: anywhere).
         status: Shows a change under way, during which the engine does not answer, with its deadline.
+        number: Of the adapter in the engine, among several tenants' (None: no tenant's). Its loads never pause the
+            engine; the requests of a tenant whose adapter could not be loaded are refused, nobody else's.
         adapters: Versions are adapters, such as these (None: full weights).
         on_load: Called after each load, with the number of them.
         on_device: Workers may stage new weights in the GPU's memory, else in the host's, as `servers_on_host` engines
@@ -76,26 +100,40 @@ class WeightService:
     """
 
     def __init__(
-        self, engine: AllEngines, base: Path, root: Path | None, *,
-        tied: bool = False, adapters: Adapters | None = None, status: Status | None = None, on_device: bool = True,
+        self, engine: AllEngines, base: ServedBase, root: Path | None, *, number: int | None = None,
+        adapters: Adapters | None = None, status: Status | None = None, on_device: bool = True,
         servers_on_host: int = 1, engines: int = 1, on_load: Callable[[int], None] = lambda loads: None,
     ) -> None:  # fmt: skip
         self._engine, self.engines = engine, engines
-        self._base, self._tied, self._root, self._adapters = base, tied, root, adapters
+        self._base, self._root, self._adapters = base, root, adapters
+        self._number, self._shared = number or ADAPTER, number is not None
         self._status = status
         self._stage_options = servers_on_host, on_device
         self._least_staging: float | None = None  # seconds, of all versions until now
         self._lock = asyncio.Lock()  # bounded: `_run_exclusively` takes it, with a deadline
         self._on_load = on_load
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._boot, self._loads = secrets.token_hex(8), 0
+        self.boot, self._loads = secrets.token_hex(8), 0
         self._in_place = False  # the next version of these shapes can be loaded while the engine samples
         self._shapes: dict[str, list[int]] = {}
         self._paused_by_client = False
         self._broken: str | None = None  # why the weights are unusable
+        self.failures = 0  # how often they became so
         self._resume_error: str | None = None  # why the engine did not resume
-        # Beside the start of the server, not before it.
-        self._base_tensors = asyncio.create_task(self._hash_base())
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._tasks)
+
+    def check_usable(self) -> None:
+        """Rejected (500) after a load that failed."""
+        if self._broken is not None:
+            raise Rejected(500, self._broken)
+
+    async def clear(self) -> None:
+        """Have no adapter of an earlier tenant under this number. Rejected (503) if the engine does not answer."""
+        async with _engine_call("free an adapter", PAUSE_SECONDS):
+            await self._engine.collective_rpc("prime_clear", args=(self._number,))
 
     async def served(self) -> dict[str, Any]:
         """Ask every worker what it serves. Rejected (5xx) if the engine does not answer or its ranks disagree.
@@ -103,17 +141,16 @@ class WeightService:
         Returns `version`, its `hash` and `weight_dir` (None for the weights it started with), `base`, `boot`, naming
         the incarnation of the server, and `loads` in it: with equal ones nothing else was served in between.
         """
-        if self._broken is not None:
-            raise Rejected(500, self._broken)
+        self.check_usable()
         if self._resume_error is not None:
             raise Rejected(503, self._resume_error)
         async with _engine_call("say what it serves", ANSWER_SECONDS):
-            answers = await self._engine.collective_rpc("prime_served")
+            answers = await self._engine.collective_rpc("prime_served", args=(self._number,))
         if any(answer != answers[0] for answer in answers):
             raise Rejected(500, f"the workers serve different weights: {answers}")
-        identity = answers[0] or {"version": 0, "hash": version_hash(await self._base_hashes()), "weight_dir": None}
+        identity = answers[0] or {"version": 0, "hash": version_hash(await self._base.hashes()), "weight_dir": None}
         identity.pop("adapter", None)
-        return {**identity, "base": str(self._base), "boot": self._boot, "loads": self._loads}
+        return {**identity, "base": str(self._base.directory), "boot": self.boot, "loads": self._loads}
 
     async def update(self, weight_dir: str, version: int) -> WeightUpdate:
         """Serve the committed directory `weight_dir`, which must hold `version`; requests in flight continue. Rejected:
@@ -129,8 +166,7 @@ class WeightService:
         """Stop generating, keeping requests in flight, or resume. An update is possible then and does not resume."""
 
         async def action(_: WeightUpdate) -> None:
-            if self._broken is not None:
-                raise Rejected(500, self._broken)
+            self.check_usable()
             if paused:
                 await self._stop()
             self._paused_by_client = paused
@@ -148,16 +184,16 @@ class WeightService:
             raise Rejected(500, "fault injection")
         with change.measure("check"):
             manifest = await read(lambda: check_version(self._root, weight_dir, version), weight_dir, STALL_SECONDS)
-            base = await self._base_hashes()
+            base = await self._base.hashes()
             if manifest.base is None:
                 check_adapter(manifest, base, self._adapters)
                 if manifest.adapter is None:
-                    check_fit(manifest.tensors, base, self._tied)
+                    check_fit(manifest.tensors, base, self._base.tied)
         directory = manifest.directory
         if manifest.base is not None:
             # The path in the manifest of version 0 is not followed; its hash must be that of our base model.
             if manifest.hash != version_hash(base):
-                raise Rejected(400, f"{directory} describes another base model than {self._base}")
+                raise Rejected(400, f"{directory} describes another base model than {self._base.directory}")
             await self._reload(change, str(directory))
             return
         identity: dict[str, Any] = {"version": version, "hash": manifest.hash, "weight_dir": str(directory)}
@@ -171,21 +207,21 @@ class WeightService:
         except BaseException:  # a load that succeeds frees what was staged
             try:
                 async with _engine_call("free the memory of a staged version", ANSWER_SECONDS):
-                    await self._engine.collective_rpc("prime_unstage")
+                    await self._engine.collective_rpc("prime_unstage", args=(self._number,))
             except Rejected as rejection:  # the outcome of the change itself counts
                 logger.warning("{}", rejection.message)
             raise
 
     async def _reload(self, change: WeightUpdate, weight_dir: str | None = None) -> None:
-        expected = await self._base_hashes()
+        expected, directory = await self._base.hashes(), self._base.directory
         try:  # beside adapters it stays loaded
-            tensors = expected if self._adapters is not None else await self._hash_base()
+            tensors = expected if self._adapters is not None else await self._base.read()
         except (CommitError, OSError) as error:
             raise Rejected(400, str(error)) from error
         if tensors != expected:
-            raise Rejected(400, f"the base model {self._base} was changed on disk since the server started")
+            raise Rejected(400, f"the base model {directory} was changed on disk since the server started")
         identity = {"version": 0, "hash": version_hash(expected), "weight_dir": weight_dir}
-        await self._swap(self._base, identity, change)
+        await self._swap(directory, identity, change)
 
     async def _stage(self, manifest: WeightsManifest, change: WeightUpdate) -> None:
         """Have every worker stage the version while generation goes on."""
@@ -194,7 +230,7 @@ class WeightService:
         with change.measure("stage"):
             async with _engine_call(f"read {directory}", LOAD_SECONDS):
                 since = time.perf_counter()
-                args = str(directory), manifest.hash, *self._stage_options
+                args = self._number, str(directory), manifest.hash, *self._stage_options
                 answers = progress = await self._engine.collective_rpc("prime_stage", args=args)
                 # Each call costs the engine a step, since it cannot schedule ahead: none before it may be ready.
                 expected = FIRST_STAGING_SECONDS if self._least_staging is None else self._least_staging
@@ -202,7 +238,7 @@ class WeightService:
                 while "reading" in (states := {answer["state"] for answer in answers}) and "failed" not in states:
                     await asyncio.sleep(pause)  # bounded: by the time-out around it
                     pause = POLL_SECONDS
-                    answers = await self._engine.collective_rpc("prime_staged")
+                    answers = await self._engine.collective_rpc("prime_staged", args=(self._number,))
                     if answers != progress:
                         progress, since = answers, time.perf_counter()
                     elif time.perf_counter() - since > silence:
@@ -224,11 +260,12 @@ class WeightService:
         """Pause, load on every rank, resume. After a failed load the engine stays paused, with its requests,
         until a load succeeds: half-loaded weights would be sampled from.
 
-        An adapter of known shapes is loaded between two steps of the engine, without a pause. Requests in flight keep
-        their context.
+        An adapter of known shapes, or of a tenant, is loaded between two steps of the engine, without a pause. Requests
+        in flight keep their context.
         """
         version = identity["version"]
-        pauses = not self._in_place or self._broken is not None or self._resume_error is not None
+        usable = self._in_place and self._broken is None and self._resume_error is None
+        pauses = not (usable or self._shared)
         if self._status is not None:
             self._status.waiting(f"version {version} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
         try:
@@ -240,12 +277,14 @@ class WeightService:
                 try:
                     with change.measure("load"):
                         async with asyncio.timeout(LOAD_SECONDS):
-                            answers = await self._engine.collective_rpc("prime_load", args=(str(directory), identity))
+                            args = self._number, str(directory), identity
+                            answers = await self._engine.collective_rpc("prime_load", args=args)
                 except Exception as error:
                     reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
                     self._broken = f"{directory} could not be loaded, nothing is sampled until a version is: {reason}"
                     logger.error("{}", self._broken)
-                    if not pauses:
+                    self.failures += 1
+                    if not pauses and not self._shared:
                         with suppress(Rejected):
                             await self._stop()
                     raise Rejected(500, self._broken) from error
@@ -283,17 +322,6 @@ class WeightService:
             self._resume_error = rejection.message
             raise
         self._resume_error = None
-
-    async def _hash_base(self) -> dict[str, TensorEntry]:
-        return await read(lambda: hash_directory(self._base), self._base, LOAD_SECONDS)
-
-    async def _base_hashes(self) -> dict[str, TensorEntry]:
-        if self._base_tensors.done() and self._base_tensors.exception() is not None:
-            self._base_tensors = asyncio.create_task(self._hash_base())  # the file system may be back
-        try:
-            return await asyncio.shield(self._base_tensors)  # bounded: `read` is
-        except (CommitError, OSError) as error:
-            raise Rejected(500, f"the base model cannot be hashed: {error}") from error
 
     async def _run_exclusively(self, action: Callable[[WeightUpdate], Coroutine[Any, Any, None]]) -> WeightUpdate:
         change = WeightUpdate()

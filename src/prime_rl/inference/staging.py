@@ -11,10 +11,12 @@ import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -215,6 +217,16 @@ class Staging:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
+@dataclass
+class Held:
+    """What a worker has under one number: the adapter's, or 1 for full weights."""
+
+    identity: Identity | None = None  # what is served; None: the weights that it was started with
+    staging: Staging | None = None
+    subscriber: Subscriber = field(default_factory=Subscriber)
+    slot: compat.AdapterSlot | None = None  # versions are adapters: vLLM cannot load full weights beside them
+
+
 class WeightsExtension:
     """vLLM's worker extension, which it mixes into its worker: all names begin with `prime_`, as none may exist there.
 
@@ -229,14 +241,14 @@ class WeightsExtension:
     vllm_config: Any
     rank: int
 
-    prime_identity: Identity | None = None  # what is served; None: the weights that it was started with
-    prime_staging: Staging | None = None
-    prime_subscriber: Subscriber | None = None
     prime_copies: CopyPlan | None = None
     prime_plain: bool | None = None  # not known yet
     prime_kept: compat.KeptChoices | None = None  # on a CPU, with router replay
-    prime_slot: compat.AdapterSlot | None = None  # versions are adapters: vLLM cannot load full weights beside them
     prime_whole = True  # every reload of vLLM's has finished: only another reload repairs one that has not
+
+    @cached_property
+    def prime_held(self) -> defaultdict[int, Held]:
+        return defaultdict(Held)
 
     def prime_call(self, method: str, args: Sequence[Any]) -> dict[str, Any]:
         """Call one of the methods below. Returns its "answer", or the "error" that it raised.
@@ -250,40 +262,41 @@ class WeightsExtension:
             return {"error": str(error) or type(error).__name__}
 
     def prime_stage(
-        self, directory: str, digest: str, servers_on_host: int = 1, on_device: bool = True
+        self, number: int, directory: str, digest: str, servers_on_host: int = 1, on_device: bool = True
     ) -> dict[str, Any]:
         """Begin to stage a committed version with this hash (see `Staging`), and return the progress.
         `servers_on_host`: engines that do so at the same time; those of a dense model do not know of each other."""
-        self.prime_unstage()
-        self.prime_subscriber = self.prime_subscriber or Subscriber()
+        self.prime_unstage(number)
         sharing = servers_on_host * self.vllm_config.parallel_config.world_size
-        self.prime_staging = Staging(
-            Path(directory), digest, self.device, self.prime_subscriber,
+        held = self.prime_held[number]
+        held.staging = Staging(
+            Path(directory), digest, self.device, held.subscriber,
             on_device=on_device, verify=self.rank == 0, sharing=sharing,
         )  # fmt: skip
-        return self.prime_staging.answer()
+        return held.staging.answer()
 
-    def prime_staged(self) -> dict[str, Any]:
-        if self.prime_staging is None:
-            return {"state": "failed", "why": "nothing is staged", "retry": False}
-        return self.prime_staging.answer()
+    def prime_staged(self, number: int) -> dict[str, Any]:
+        staging = self.prime_held[number].staging
+        return {"state": "failed", "why": "nothing is staged", "retry": False} if staging is None else staging.answer()
 
-    def prime_unstage(self) -> None:
-        if self.prime_staging is not None:
-            self.prime_staging.drop()
-            self.prime_staging = None
+    def prime_unstage(self, number: int) -> None:
+        held = self.prime_held[number]
+        if held.staging is not None:
+            held.staging.drop()
+            held.staging = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # for other processes
 
-    def prime_load(self, directory: str, identity: Identity) -> bool:
+    def prime_load(self, number: int, directory: str, identity: Identity) -> bool:
         """Load the staged version, or if none is staged the base model in `directory`, and serve it as `identity`.
         Return whether the next adapter can be loaded while the engine samples.
 
-        After a failure on any rank the model is unusable until all have loaded another version.
+        After a failure on any rank the model is unusable until all have loaded another version; an adapter is zeros.
         """
-        staging, in_place = self.prime_staging, False
-        if self.prime_slot is not None and "adapter" not in identity:
-            in_place = self.prime_slot.clear()
+        held, in_place = self.prime_held[number], False
+        staging, slot = held.staging, held.slot
+        if slot is not None and "adapter" not in identity:
+            in_place = slot.clear()
         elif staging is None:
             self.prime_reload(Path(directory))
         elif (str(staging.directory), staging.digest) != (directory, identity["hash"]):
@@ -296,20 +309,32 @@ class WeightsExtension:
             else:
                 try:
                     tensors = self.prime_tensors(staging, identity)
-                    if self.prime_slot is not None:
-                        in_place = self.prime_slot.load(dict(tensors), identity["adapter"])
+                    if slot is not None:
+                        in_place = slot.load(dict(tensors), identity["adapter"])
                     else:
                         self.prime_reload(tensors)
+                except Exception:
+                    if slot is not None:
+                        slot.clear()
+                    raise
                 finally:  # the staged memory is freed next
                     if self.device.type == "cuda":
                         torch.cuda.current_stream(self.device).synchronize()
-        self.prime_unstage()
-        self.prime_identity = identity
+        self.prime_unstage(number)
+        held.identity = identity
         return in_place
 
-    def prime_served(self) -> Identity | None:
-        """The weights that this rank serves; None for those it was started with."""
-        return self.prime_identity
+    def prime_clear(self, number: int) -> None:
+        """Have nothing of an earlier tenant under this number."""
+        self.prime_unstage(number)
+        held = self.prime_held[number]
+        held.identity = None
+        if held.slot is not None:
+            held.slot.clear()
+
+    def prime_served(self, number: int = compat.ADAPTER) -> Identity | None:
+        """The weights that this rank serves under a number; None for those it was started with."""
+        return self.prime_held[number].identity
 
     def prime_choices(self, request: str) -> tuple[bytes, tuple[int, ...]]:
         """The experts of a request's tokens. They are kept from the first call on."""
@@ -320,10 +345,11 @@ class WeightsExtension:
         """End with the server process, even if that is killed. The first call that a worker gets."""
         faults.arm("inference")  # the server arms its own process
         sys.setswitchinterval(TURN_SECONDS)
-        if self.vllm_config.lora_config is not None:
+        if (lora := self.vllm_config.lora_config) is not None:
             if self.device.type == "cpu":
                 compat.use_whole_products(self.model_runner)
-            self.prime_slot = compat.AdapterSlot(self.model_runner)
+            for number in range(compat.ADAPTER, compat.ADAPTER + lora.max_cpu_loras):
+                self.prime_held[number].slot = compat.AdapterSlot(self.model_runner, number)
         return follow(server)
 
     def prime_tensors(self, staging: Staging, identity: Identity) -> Iterable[tuple[str, Tensor]]:

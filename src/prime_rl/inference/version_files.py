@@ -53,16 +53,17 @@ def check_version(root: Path | None, weight_dir: str, version: int) -> WeightsMa
 
 
 def resolve(root: Path | None, weight_dir: str) -> Path:
-    """The committed directory that `weight_dir` names, symbolic links resolved; raises as `check_version`."""
+    """The committed directory that `weight_dir` names, symbolic links resolved; raises as `check_version`. `root` is a
+    real path: where a link in it leads is outside."""
     try:
         path = Path(weight_dir).expanduser().resolve()
     except (ValueError, RuntimeError, OSError) as error:  # a NUL byte, a loop of links, an unknown user
         raise Rejected(400, f"weight_dir {weight_dir!r} is no path: {error}") from error
-    if root is not None and not path.is_relative_to(root.resolve()):
+    if root is not None and not path.is_relative_to(root):
         raise Rejected(
             403,
             f"weight_dir {weight_dir} is outside the weights root {root}: start the server with another "
-            "--weights-root, or without",
+            "--weights-root, or without; a tenant's versions lie in its own run directory",
         )
     if not os.path.isfile(path / MANIFEST):  # False where it may not even look
         raise Rejected(
@@ -76,7 +77,7 @@ def resolve(root: Path | None, weight_dir: str) -> Path:
 def _check_files(root: Path | None, directory: Path, names: Iterable[str]) -> None:
     """Check that these files, and those that are read for their names, lie in `directory`. A link may lead anywhere
     below the root, or, without a root, into `directory`."""
-    allowed = (root or directory).resolve()
+    allowed = root or directory
     for name in {*names, INDEX, *(path.name for path in directory.glob("*.safetensors"))}:
         path = directory / name
         real_path = Path(os.path.realpath(path))  # no error where links lead in a circle: opening it is one

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.inference.service import WeightService
+from prime_rl.inference.service import ServedBase, WeightService
 from prime_rl.inference.version_files import Rejected, check_fit, check_version, resolve
 from prime_rl.transport.commit import step_dir
 from prime_rl.transport.weights import PublisherAddress, TensorEntry, manifest_extra, write_base_version
@@ -35,6 +35,8 @@ class FakeEngine:
         self.staging: list[list[dict[str, Any]]] = []
         self.when_asked: Callable[[], object] = lambda: None
         self.identities: list[dict[str, Any] | None] = [None]
+        self.others: dict[int, list[dict[str, Any] | None]] = {}  # of other numbers than 1
+        self.hanging: set[int] = set()  # numbers whose versions are read without end
 
     async def pause_generation(self) -> None:
         if "pause" in self.fail:
@@ -48,10 +50,12 @@ class FakeEngine:
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
         if method == "prime_served":
-            return self.identities
+            return self.identities if args[0] == 1 else self.others.get(args[0], [None])
         self.asked.append(method)
         if method == "prime_staged":
             self.when_asked()
+            if args[0] in self.hanging:
+                return [READING]
             return self.staging.pop(0) if self.staging else [READY]
         self.calls.append(method)
         if method == "prime_stage":
@@ -59,11 +63,13 @@ class FakeEngine:
         if method == "prime_load":
             if self.gate is not None:
                 await self.gate.wait()
-            self.loaded = args[1]
-        if method in self.fail:
+            self.loaded = args[-1]
+        if method in self.fail or f"{method} {args[:1]}" in self.fail:
             raise RuntimeError(f"{method} failed")
-        if method == "prime_load":
-            self.identities = [args[1]]
+        if method == "prime_load" and args[0] == 1:
+            self.identities = [args[-1]]
+        elif method == "prime_load":
+            self.others[args[0]] = [args[-1]]
         return [None]
 
     async def until(self, call: str) -> None:
@@ -100,7 +106,7 @@ def engine() -> FakeEngine:
 
 
 def make(engine: FakeEngine, base: Path, root: Path | None, **options: Any) -> WeightService:
-    return WeightService(engine, base, root, **options)  # type: ignore[arg-type]
+    return WeightService(engine, ServedBase(base), root, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -318,11 +324,43 @@ async def test_one_change_at_a_time(
     assert loads == ["prime_load", "resume", "prime_load", "resume"]
 
 
+async def test_tenants_do_not_wait_for_each_other(
+    engine: FakeEngine, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: no load of theirs pauses the engine; a version that is read without end, or one that cannot be loaded,
+    keeps nobody else's from being served; a load that succeeds mends the one's that failed."""
+    monkeypatch.setattr("prime_rl.inference.service.LOAD_SECONDS", 60.0)
+    one, other = (make(engine, base, tmp_path / name, number=number) for number, name in ((1, "a"), (2, "b")))
+    versions = {name: str(commit(tmp_path / name, 1)) for name in "ab"}
+    engine.hanging = {1}
+    reading = asyncio.create_task(one.update(versions["a"], 1))
+    await engine.until("prime_stage")
+    assert (await other.update(versions["b"], 1)).version == 1
+    assert (one.busy, other.busy) == (True, False)
+    assert ((await one.served())["version"], (await other.served())["version"]) == (0, 1)
+    engine.hanging = set()
+    assert (await reading).version == 1
+    engine.fail = {"prime_load (1,)"}
+    await rejected(one.update(versions["a"], 1), "could not be loaded", 500)
+    assert (one.failures, other.failures) == (1, 0)
+    with pytest.raises(Rejected, match="could not be loaded"):
+        one.check_usable()
+    await rejected(one.served(), "could not be loaded", 500)
+    assert (await other.reload()).version == 0
+    engine.fail = set()
+    await one.update(versions["a"], 1)
+    one.check_usable()
+    assert ((await one.served())["loads"], (await other.served())["loads"]) == (2, 2)
+    assert not {"pause", "resume"} & set(engine.calls)
+    await rejected(one.update(versions["b"], 1), "outside", 403)
+
+
 def test_allowed_roots(tmp_path: Path, root: Path) -> None:
     """Contract: with a root only below it, links resolved; without one any committed version."""
     outside = tmp_path / "outside"
     inside, elsewhere, sibling = commit(root, 1), commit(outside, 1), commit(tmp_path / "weights-sibling", 1)
     (root / "link").symlink_to(outside)
+    (tmp_path / "moved").symlink_to(root)
     assert resolve(root, str(inside)) == inside
     assert resolve(root, f"{root}/link/../weights/step_1") == inside
     for path in (elsewhere, root / "link" / "step_1", f"{root}/../outside", sibling, "/", "inside"):
@@ -330,6 +368,8 @@ def test_allowed_roots(tmp_path: Path, root: Path) -> None:
             resolve(root, str(path))
         assert error.value.status == 403
     assert resolve(None, str(root / "link" / "step_1")) == elsewhere
+    with pytest.raises(Rejected, match="outside"):
+        resolve(tmp_path / "moved", str(tmp_path / "moved" / "step_1"))
 
 
 def test_what_is_no_version_is_not_described(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_files_that_are_replaced_while_vllm_reads_them_are_not_served(tmp_path: 
             commit(tmp_path, shift=1)
 
     worker = Worker()
-    worker.prime_staging = begin(directory, sharing=1 << 40)
+    worker.prime_held[1].staging = begin(directory, sharing=1 << 40)
     with pytest.raises(ExchangeError, match="committed anew"):
-        worker.prime_load(str(directory), identity)
+        worker.prime_load(1, str(directory), identity)
     assert worker.prime_served() is None

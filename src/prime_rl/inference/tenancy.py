@@ -1,0 +1,186 @@
+"""The tenants of a shared server: whose a request is, which adapter that means, and when it gets the engine."""
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from prime_rl.inference.fair_share import FairShare
+from prime_rl.inference.service import WeightService
+from prime_rl.inference.version_files import STALL_SECONDS, Rejected, read
+from prime_rl.transport.tenants import joins, key_hash, names_by_key
+
+KEYS_SECONDS = 0.5  # between two looks for a key that is not known
+
+ASKING: ContextVar[str | None] = ContextVar("ASKING", default=None)
+
+
+def asking() -> str | None:
+    """Return whose request is being answered; None: no tenant's."""
+    return ASKING.get()  # bounded: a variable
+
+
+@dataclass
+class Tenant:
+    """A tenant with an adapter in the engine."""
+
+    number: int  # vLLM's for the adapter
+    service: WeightService
+    request: Any = None  # vLLM's LoRARequest: another one after each load
+
+
+class Tenancy:
+    """The tenants of a server. Each gets one of the numbers from 1 to `slots` at its first weight request, and keeps it
+    until another one needs it and it is no tenant any more.
+
+    Args:
+        deployment: Holds the tenants' directories.
+        start: Makes a tenant of this name and number, whose adapter is one of zeros.
+    """
+
+    def __init__(
+        self, deployment: Path, slots: int, share: FairShare[Any], start: Callable[[str, int], Tenant]
+    ) -> None:
+        self._deployment, self._slots, self._share, self._start = deployment, slots, share, start
+        self.tenants: dict[str, Tenant] = {}  # those with a number
+        self._requests: Counter[str] = Counter()  # that are not answered yet, by tenant
+        self._names: dict[str, str] = {}  # by the hash of the key
+        self._names_at = -KEYS_SECONDS
+        self._reading = asyncio.Lock()  # bounded: `whose` reads with a deadline
+        self._numbering = asyncio.Lock()  # bounded: `tenant` reads and calls the engine with deadlines
+
+    async def whose(self, key: str) -> str | None:
+        """Return the tenant that a key is of. Rejected (503) if that cannot be read."""
+        digest, asked = key_hash(key), time.monotonic()
+        if digest not in self._names:
+            async with self._reading:
+                if self._names_at < asked:
+                    await asyncio.sleep(max(self._names_at + KEYS_SECONDS - time.monotonic(), 0.0))
+                    self._names_at = time.monotonic()
+                    self._names = await read(lambda: names_by_key(self._deployment), self._deployment, STALL_SECONDS)
+        return self._names.get(digest)
+
+    async def tenant(self, name: str) -> Tenant:
+        """Return the tenant with its number. Rejected (409) if there is none left."""
+        if name in self.tenants:
+            return self.tenants[name]
+        async with self._numbering:
+            if name not in self.tenants:
+                taken = {tenant.number for tenant in self.tenants.values()}
+                free = next((number for number in range(1, self._slots + 1) if number not in taken), None)
+                tenant = self._start(name, free or await self._take_back())
+                await tenant.service.clear()
+                self.tenants[name] = tenant
+                logger.info("tenant {} has adapter {} of {}", name, tenant.number, self._slots)
+            return self.tenants[name]
+
+    async def _take_back(self) -> int:
+        """Return the number of a tenant that is none any more."""
+        joined = await read(lambda: joins(self._deployment), self._deployment, STALL_SECONDS)
+        for name, tenant in self.tenants.items():
+            if name not in joined and not self._requests[name] and not tenant.service.busy:
+                del self.tenants[name]
+                return tenant.number
+        names = ", ".join(self.tenants)
+        raise Rejected(409, f"all {self._slots} adapters of this server (lora.tenants.slots) are taken, by {names}")
+
+    def numbers(self, name: str) -> dict[str, Any]:
+        """What a tenant may know of its use of the engine."""
+        return {"engine_share": self._share.share(name, time.monotonic()), "waiting": self._share.waiting(name)}
+
+    async def answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, *, generates: bool) -> None:
+        """Have the application answer a request of the tenant `asking`. Rejected: why it does not."""
+        name = asking()
+        assert name is not None
+        self._requests[name] += 1
+        try:
+            if generates:
+                await self._generate(name, app, scope, receive, send)
+            else:
+                await app(scope, receive, send)
+        finally:
+            self._requests[name] -= 1
+
+    async def _generate(self, name: str, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = self.tenants.get(name)
+        if tenant is None:
+            raise Rejected(
+                503, f"this server has no adapter of tenant {name} yet: load a version (POST /update_weights)"
+            )
+        service, ticket, messages = tenant.service, asyncio.get_running_loop().create_future(), _Messages(receive)
+        self._admit(self._share.ask(name, ticket, time.monotonic()))
+        try:
+            if not ticket.done() and not await messages.until(ticket):
+                return  # the client is gone
+            failures = service.failures
+            service.check_usable()
+            answers = False
+
+            async def forward(message: Message) -> None:
+                nonlocal answers
+                if service.failures == failures:  # else nothing, as of a server that ended
+                    answers = True
+                    await send(message)
+
+            await app(scope, messages.receive, forward)
+            if service.failures != failures and not answers:
+                raise Rejected(500, "an adapter that could not be loaded was in use: nothing of this reply is")
+        finally:
+            self._admit(self._share.leave(name, ticket, time.monotonic()))
+
+    def _admit(self, tickets: list[asyncio.Future[None]]) -> None:
+        for ticket in tickets:
+            if not ticket.done():
+                ticket.set_result(None)
+
+
+class _Messages:
+    """What a client sends, also while its request waits."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self._early = receive, deque[Message]()
+        self._next: asyncio.Future[Message] | None = None
+
+    async def until(self, ticket: asyncio.Future[None]) -> bool:
+        """Wait for the ticket. False if the client is gone before."""
+        while not ticket.done():  # bounded: by the client, and the deadlines of the requests before it
+            self._next = self._next or asyncio.ensure_future(self._receive())
+            both: set[asyncio.Future[Any]] = {ticket, self._next}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)  # bounded: as above
+            if self._next.done():
+                message, self._next = self._next.result(), None
+                if message["type"] == "http.disconnect":
+                    return False
+                self._early.append(message)
+        return True
+
+    async def receive(self) -> Message:
+        if self._early:
+            return self._early.popleft()
+        task, self._next = self._next, None
+        return await (self._receive() if task is None else task)  # bounded: by the client
+
+
+class AdapterOfTenant(dict[str | None, Any]):
+    """Where vLLM's routes look up adapters: each of the model's names means the adapter of the tenant that asks. There
+    is no name for another's."""
+
+    def __init__(self, tenancy: Tenancy, names: Collection[str | None]) -> None:
+        self._tenants, self._names = tenancy.tenants, names
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        tenant = self._tenants.get(asking() or "")
+        return default if tenant is None or name not in self._names else tenant.request
+
+    def __contains__(self, name: object) -> bool:
+        return self.get(name) is not None
+
+    def __getitem__(self, name: Any) -> Any:
+        return self.get(name)
