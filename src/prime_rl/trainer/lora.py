@@ -2,15 +2,17 @@
 
 A layer with an adapter computes y = x Wᵀ + (alpha / rank) (x Aᵀ) Bᵀ. A is random and B zero at first, so that training
 begins with the model itself. W is kept in the type that is computed in; A and B are float32 masters. Files are PEFT's.
-Letters: S rows, I and O widths of a layer, R rank, E experts.
+Several tenants' adapters lie beside each other, in slots. Letters: S rows, I and O widths of a layer, R rank, N slots,
+E experts.
 """
 
 import difflib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +35,26 @@ _EXPERT_RANKS = 8  # grouped matrix products on a GPU read rows in units of 16 b
 
 Whole = Callable[[Tensor], Tensor]
 """Gathers a parameter from all ranks."""
+
+
+@dataclass
+class Slots:
+    """How many adapters each layer has, and which computes which rows: the one in slot `number` all of them, or where
+    they are `grouped`, as on GPUs, the one in slot n those from end[n - 1] to end[n]."""
+
+    count: int = 1
+    grouped: bool = False
+    number: int = 0
+    end_N: Tensor | None = None  # int32
+
+    def assign(self, rows: Mapping[int, int], device: torch.device) -> None:
+        """Have the adapters in these slots compute so many rows each, in the order of the slots. One slot, unless they
+        are grouped."""
+        if not self.grouped:
+            (self.number,) = rows
+            return
+        ends = torch.tensor([rows.get(slot, 0) for slot in range(self.count)]).cumsum(0, dtype=torch.int32)
+        self.end_N = (ends.pin_memory() if device.type == "cuda" else ends).to(device, non_blocking=True)
 
 
 class _Adapter(nn.Module):
@@ -64,26 +86,38 @@ class _Adapter(nn.Module):
 
 
 class LoRALinear(nn.Linear, _Adapter):
-    """A frozen linear layer and its adapter, on the meta device."""
+    """A frozen linear layer and its adapter in each slot, on the meta device."""
 
-    def __init__(self, linear: nn.Linear, config: "LoRAConfig") -> None:
+    def __init__(self, linear: nn.Linear, config: "LoRAConfig", slots: Slots) -> None:
         width, out = linear.in_features, linear.out_features
         super().__init__(width, out, bias=linear.bias is not None, device="meta")
-        self.weight, self.bias = linear.weight, linear.bias
-        self.lora_A = nn.Linear(width, config.rank, bias=False, device="meta")
-        self.lora_B = nn.Linear(config.rank, out, bias=False, device="meta")
+        self.weight, self.bias, self.slots = linear.weight, linear.bias, slots
+
+        def thin(width: int, out: int) -> nn.ModuleList:
+            return nn.ModuleList(nn.Linear(width, out, bias=False, device="meta") for _ in range(slots.count))
+
+        self.lora_A, self.lora_B = thin(width, config.rank), thin(config.rank, out)
         self.set_up(config)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.merged is not None:
             (weight_OI,) = self.merged_weights()
             return F.linear(x, weight_OI, self.bias)
-        out = F.linear(x, self.weight, self.bias)
-        low_SR = F.linear(self.drop(x), self.lora_A.weight).flatten(0, -2)
-        return torch.addmm(out.flatten(0, -2), low_SR, self.lora_B.weight.t(), alpha=self.scale).view(out.shape)
+        out, rows = F.linear(x, self.weight, self.bias), self.drop(x)
+        if (end_N := self.slots.end_N) is not None:
+            a_NRI, b_NOR = (torch.stack([*side.parameters()]) for side in (self.lora_A, self.lora_B))
+            low_SR = moe.grouped_linear(rows.flatten(0, -2), a_NRI, end_N, False)
+            return out + self.scale * moe.grouped_linear(low_SR, b_NOR, end_N, False).view(out.shape)
+        a_RI, b_OR = self.pair(self.slots.number)
+        low_SR = F.linear(rows, a_RI).flatten(0, -2)
+        return torch.addmm(out.flatten(0, -2), low_SR, b_OR.t(), alpha=self.scale).view(out.shape)
+
+    def pair(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Return A [R, I] and B [O, R] of a slot."""
+        return cast(nn.Linear, self.lora_A[slot]).weight, cast(nn.Linear, self.lora_B[slot]).weight
 
     def weights(self) -> Iterator[tuple[Tensor, Callable[[Tensor, Whole], Tensor]]]:
-        b_OR, a_RI = self.lora_B.weight, self.lora_A.weight
+        a_RI, b_OR = self.pair(0)
         yield self.weight, lambda weight, whole: self.sum_up(weight, whole(b_OR), whole(a_RI))
 
 
@@ -141,7 +175,7 @@ class ExpertsLoRA(_Adapter):
 # ---- a model's adapters
 
 
-def add_adapters(lm: PreTrainedModel, config: "LoRAConfig", name: str, dtype: torch.dtype) -> None:
+def add_adapters(lm: PreTrainedModel, config: "LoRAConfig", name: str, dtype: torch.dtype, slots: Slots) -> None:
     """Freeze a model on the meta device, its weights in `dtype` (routers stay float32), and add what is trained.
 
     Raises UserError if a module does not exist, or cannot have an adapter.
@@ -162,7 +196,7 @@ def add_adapters(lm: PreTrainedModel, config: "LoRAConfig", name: str, dtype: to
         else _named(linear, config.target_modules, "target_modules", name)
     )
     for path in targets:
-        lm.set_submodule(path, LoRALinear(linear[path], config))
+        lm.set_submodule(path, LoRALinear(linear[path], config, slots))
     blocks = moe.moe_blocks(lm) if config.experts else []
     for _, _, experts in blocks:
         gated = type(experts)._apply_gate is _default_apply_gate if getattr(experts, "has_gate", False) else False
@@ -233,6 +267,8 @@ def adapter_tensors(policy: nn.Module) -> Iterator[StoredTensor]:
                 shape = [rows // len(parts), parameter.shape[2]]
                 full = f"{_PREFIX}{path}.{expert}.{part}.lora_{letter}.weight"
                 yield StoredTensor(full, shape, parameter, (expert, rows_of))
+    if not any(each.requires_grad and not is_adapter(name) for name, each in named_parameters(policy)):
+        return
     for tensor in stored_tensors(policy):
         if tensor.parameter.requires_grad:
             yield StoredTensor(_PREFIX + tensor.name, tensor.shape, tensor.parameter, tensor.index)

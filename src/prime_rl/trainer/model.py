@@ -8,7 +8,7 @@ and copies would delay the host.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from prime_rl.trainer.attention_needs import examine
 from prime_rl.trainer.lm_head import HeadForm, TokenLoss, fused_token_loss, logprob_entropy
 from prime_rl.trainer.loss import SequenceLoss
 from prime_rl.trainer.memory import MemoryPlan, plan_memory, use_expandable_segments
-from prime_rl.trainer.packing import MicroBatch
+from prime_rl.trainer.packing import MicroBatch, concatenate
 from prime_rl.trainer.parallel import SingleRankReduction, World, agree, local_part
 from prime_rl.trainer.parameters import initialize_buffers, load_weights, randomize
 from prime_rl.trainer.source import Source, without_dropout
@@ -141,8 +141,10 @@ class Policy(nn.Module):
         compiled: bool,
         head_form: HeadForm,
         boundaries: Callable[..., Any],
+        slots: adapters.Slots,
     ) -> None:
         super().__init__()
+        self.slots = slots
         self.lm, self.memory, self.compiled, self.head_form = lm, memory, compiled, head_form
         self.boundaries = boundaries
         self.head_chunk, self.frees_weights = memory.settings.head_chunk, memory.settings.reshard
@@ -152,7 +154,18 @@ class Policy(nn.Module):
 
     def forward(self, batch: MicroBatch, loss: TokenLoss | SequenceLoss | None = None) -> tuple[Tensor, Tensor]:
         """Return loss [] and metric sums [M] of `loss` over the loss tokens; without it logprob [L] and entropy [L]."""
-        in_two_passes = loss is None or isinstance(loss, SequenceLoss)
+        return self._head(self._backbone(batch, loss is None or isinstance(loss, SequenceLoss)), batch, loss)
+
+    def forward_parts(
+        self, parts: Sequence[tuple[MicroBatch, TokenLoss | SequenceLoss]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Compute several micro-batches together; return what `forward` does of each, with its loss."""
+        hidden_TH = self._backbone(concatenate([batch for batch, _ in parts]), True)
+        hidden = hidden_TH.split([len(batch.input_ids) for batch, _ in parts])
+        return [self._head(own_TH, *part) for own_TH, part in zip(hidden, parts, strict=True)]
+
+    def _backbone(self, batch: MicroBatch, in_two_passes: bool) -> Tensor:
+        """Return hidden states [T, H]. `in_two_passes`: the head's weights are needed in backward as well."""
         for unit in self.hookless:
             unit.unshard()
         tokens = torch.full((), batch.tokens, device=batch.input_ids.device) if self.sparse else None
@@ -162,13 +175,17 @@ class Policy(nn.Module):
         if isinstance(self, FSDPModule) and torch.is_grad_enabled():
             # A fused loss forms the head's gradients here; an embedding's need no weight. Holds for the next backward.
             self.set_unshard_in_backward(in_two_passes)
-        hidden_TH = self.lm.model(
+        return self.lm.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
             **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
             **self.boundaries(batch.boundaries, batch.cu_seqlens),
         ).last_hidden_state[0]
+
+    def _head(
+        self, hidden_TH: Tensor, batch: MicroBatch, loss: TokenLoss | SequenceLoss | None
+    ) -> tuple[Tensor, Tensor]:
         head = hidden_TH.index_select(0, batch.loss_index), self.lm.lm_head.weight, batch.labels, batch.inv_temperature
         del hidden_TH  # nothing else reads it, and the head is where memory peaks
         bias_V, form = self.lm.lm_head.bias, self.head_form
@@ -272,6 +289,7 @@ def build_policy(
     optim: "OptimConfig | None" = None,
     published: Callable[[int], float] | None = None,
     lora: "LoRAConfig | None" = None,
+    slots: int = 1,
 ) -> Policy:
     """Build the sharded policy and give every parameter its value.
 
@@ -280,6 +298,7 @@ def build_policy(
         optim: The optimizer that will be built, whose states are counted (None: AdamW).
         published: Bytes per parameter of weights published from this GPU (`weight_publisher.published_bytes`).
         lora: The adapters that are trained in place of the weights. They are new: `lora.load_adapter` comes later.
+        slots: Adapters beside each other, one a tenant.
 
     Raises:
         UserError: the backend is absent, the architecture or its head is not one we can train, or the files do not fit
@@ -308,8 +327,9 @@ def build_policy(
     moe.set_up(lm, source.name)
     kept = attention.set_up(config.attention, examine(lm, source.name, tokens, mixers), dtype, world)
     lm.set_attn_implementation(attention.NAME)
+    beside = adapters.Slots(slots, grouped=slots > 1 and world.device.type == "cuda")
     if lora is not None:
-        adapters.add_adapters(lm, lora, source.name, dtype)
+        adapters.add_adapters(lm, lora, source.name, dtype, beside)
     routing.set_up_balance(lm, moe.moe_blocks(lm), config, world.device)
     memory = plan_memory(config, lm, world, itemsize=dtype.itemsize, tokens=tokens, optim=optim, published=published)
     settings = memory.settings
@@ -327,7 +347,7 @@ def build_policy(
     if settings.offloaded:
         blocks = offload_layers(blocks, world.device, settings.offloaded)
     lm.model.layers = nn.ModuleList(blocks)
-    policy = Policy(lm, memory, compiled, head_form, boundaries)
+    policy = Policy(lm, memory, compiled, head_form, boundaries, beside)
     if world.size == 1 and not settings.reshard:
         policy.units = policy.hookless = [SingleRankUnit(policy, world.mesh, dtype, moe.router_parameters(policy))]
     else:
@@ -340,7 +360,7 @@ def build_policy(
     else:
         directory = source.directory
         agree(world, lambda: load_weights(policy, directory, world))
-    adapters.initialize(policy, world, seed)
+    adapters.initialize(policy, world, seed)  # of several slots the first; the others are zero until they are taken
     return policy
 
 
@@ -360,7 +380,8 @@ def _shard(policy: Policy, others: list[nn.Module], dtype: torch.dtype, world: W
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     # Embedding and head stay in the root unit: tied weights are gathered once; the head reads its own in our forward.
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=settings.reshard)
-    register_fsdp_forward_method(policy, "own_logits")
+    for method in ("own_logits", "forward_parts"):
+        register_fsdp_forward_method(policy, method)
     reduction: Any = SingleRankReduction()
     for unit in (module for module in policy.modules() if isinstance(module, FSDPModule)):
         policy.units.append(unit)

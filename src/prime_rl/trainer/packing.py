@@ -158,6 +158,22 @@ def collate(
     )
 
 
+def concatenate(batches: Sequence[MicroBatch]) -> MicroBatch:
+    """Lay micro-batches on one device one after the other, for a model's backbone: what a loss reads is left out."""
+    sizes = np.cumsum([0, *(len(batch.input_ids) for batch in batches[:-1])])
+    rows = list(zip(batches, sizes.tolist(), strict=True))
+    none = batches[0].loss_index[:0]
+    return MicroBatch(
+        input_ids=torch.cat([batch.input_ids for batch in batches]),
+        position_ids=torch.cat([batch.position_ids for batch in batches]),
+        cu_seqlens=torch.cat([batches[0].cu_seqlens[:1], *(batch.cu_seqlens[1:] + start for batch, start in rows)]),
+        boundaries=np.concatenate([[0], *(batch.boundaries[1:] + start for batch, start in rows)]).astype(np.int32),
+        max_seqlen=max(batch.max_seqlen for batch in batches),
+        tokens=sum(batch.tokens for batch in batches),
+        loss_index=none, labels=none, inv_temperature=none.float(), streams=none.float()[None],
+    )  # fmt: skip
+
+
 def rollout_lengths(draw: np.random.Generator, count: int, longest: int = LONGEST) -> list[int]:
     """Random lengths like those of rollouts: lognormal, median 600, sigma 0.9, from 16 (or `longest`) to `longest`."""
     return draw.lognormal(np.log(600), 0.9, count).astype(np.int64).clip(min(16, longest), longest).tolist()

@@ -7,6 +7,7 @@ exporting both follow it. Values come from a model directory or are random.
 
 import json
 import os
+import re
 import struct
 import zlib
 from collections.abc import Collection, Iterator, Mapping
@@ -56,9 +57,9 @@ class StoredTensor:
         return local.new_empty(0, *self.shape[1:]), 0
 
 
-def plain_name(name: str) -> str:
-    """Strip from a parameter's name what checkpointing and offloading add."""
-    return name.replace(_WRAPPED, "")
+def plain_name(name: str, slot: int = 0) -> str:
+    """Strip from a parameter's name what checkpointing and offloading add, and of an adapter's in `slot` the slot."""
+    return re.sub(rf"(\.lora_[AB])\.{slot}\.", r"\1.", name.replace(_WRAPPED, ""))
 
 
 def is_adapter(name: str) -> bool:

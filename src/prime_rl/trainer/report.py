@@ -57,10 +57,21 @@ _LINE = (
 class Report:
     """Status file of every rank; metrics file (and W&B) and console lines of rank 0. A run directory that has a status
     already is not touched before `open`: who is refused leaves no trace in an earlier run. A restart by the launcher
-    (`recover`) reports at once that it is alive."""
+    (`recover`) reports at once that it is alive. `shown`: the config as it is written (None: `config`); `tenant`: its
+    name, where the process and its log are shared."""
 
-    def __init__(self, config: TrainingConfig, process: str, world: World, *, recover: bool = False) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        process: str,
+        world: World,
+        shown: TrainingConfig | None = None,
+        *,
+        recover: bool = False,
+        tenant: str = "",
+    ) -> None:
         self.config, self.process, self.ranks = config, process, world.size
+        self._shown, self._tenant = shown or config, tenant
         self.main = world.is_main
         self._name = process if self.main else f"{process}.{world.rank}"
         self._status: Status | None = None
@@ -75,11 +86,11 @@ class Report:
                 self._status.done(f"failed: {error}")
             self._status.close()
 
-    def open(self, raw_config: TrainingConfig) -> None:
+    def open(self) -> None:
         """The run is not refused: from here on it may write its own files, first of all its config."""
         self._begin()
         if self.main:
-            write_toml(raw_config, raw_config.output_dir / "configs" / f"{self.process}.toml")
+            write_toml(self._shown, self._shown.output_dir / "configs" / f"{self.process}.toml")
             for path in status_path(self.config.output_dir, self.process).parent.glob(f"{self.process}.*.json"):
                 rank = path.name.split(".")[1]
                 if rank.isdigit() and int(rank) >= self.ranks:
@@ -87,7 +98,8 @@ class Report:
 
     def _begin(self) -> None:
         config = self.config
-        log.setup(config.log.level, self._name, config.output_dir)
+        if not self._tenant:
+            log.setup(config.log.level, self._name, config.output_dir)
         self._status = self._status or Status(config.output_dir, self._name)
         if self.main and self._monitor is None:
             self._monitor = Monitor(config.output_dir, self.process, config.monitor, config.model_dump(mode="json"))
@@ -95,12 +107,12 @@ class Report:
     def phase(self, text: str) -> None:
         if self._status is not None:
             self._status.phase(text)
-        if self.main:
+        if self.main and not self._tenant:
             logger.debug(text)
 
     def text(self, text: str) -> None:
         if self.main:
-            logger.info(text)
+            logger.info("{}{}", self._tenant and f"{self._tenant}: ", text)
 
     @property
     def status(self) -> Status:
@@ -114,7 +126,7 @@ class Report:
         if self.main:
             last = self.config.max_steps
             parts = [f"{label} {metrics[key]:{form}}" for key, label, form in _LINE if key in metrics]
-            logger.info("step {} | {}", f"{step}/{last}" if last else step, " | ".join(parts))
+            self.text(f"step {step}{f'/{last}' if last else ''} | {' | '.join(parts)}")
 
     def more_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record numbers of a step that were not known yet when its line was printed."""
@@ -124,7 +136,7 @@ class Report:
 
     def close(self, outcome: str, text: str) -> None:
         if self._monitor is not None:
-            logger.info("{}: {}", outcome, text)
+            self.text(f"{outcome}: {text}")
             self._monitor.close()
         self.status.done(outcome)
 

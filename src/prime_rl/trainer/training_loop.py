@@ -1,10 +1,11 @@
 """The training loop of RL and fine-tuning, which differ in data, loss, and who follows their versions (`Recipe`)."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,8 +26,18 @@ from prime_rl.trainer.loss import STREAMS, SequenceLoss
 from prime_rl.trainer.memory import watched
 from prime_rl.trainer.model import Policy, build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, clip_gradients, learning_rate
-from prime_rl.trainer.packing import Document, MicroBatch, StepSource, collate, pads_to, pinned, to_device
-from prime_rl.trainer.parallel import World, agree, close_world, init_world, now
+from prime_rl.trainer.packing import (
+    Costs,
+    Document,
+    MicroBatch,
+    StepData,
+    StepSource,
+    collate,
+    pads_to,
+    pinned,
+    to_device,
+)
+from prime_rl.trainer.parallel import Moment, World, agree, close_world, init_world, now
 from prime_rl.trainer.policy_check import check_policy
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.report import MetricRows, Named, Report, StepMetrics, stop_signal, sum_on_device
@@ -53,6 +64,184 @@ class Recipe:
     router_replay: bool = False  # whether tokens go to the experts that the engine chose for them
 
 
+class Training:
+    """The training of one policy in a run directory: its data, optimizer, checkpoints, versions and metrics.
+
+    Every rank calls every method, at the same point of the run. Made in the order that failures ask for: `choose`, what
+    the model needs, `data`, `begin`; then for each step `wait`, `read` and, with the gradients, `update`; `finish`.
+    Resources are registered on `exit_stack`. Raises UserError, on every rank, for what the user can mend.
+    """
+
+    policy: Policy
+
+    def __init__(self, config: Config, recipe: Recipe, world: World, report: Report, exit_stack: ExitStack) -> None:
+        self.config, self.recipe, self.world, self.report = config, recipe, world, report
+        self.exit_stack = exit_stack
+        alone = partial(trainer_is_alone, self.config.output_dir)
+        self.checkpoints = Checkpoints(self.config, world, alone=lambda: not recipe.served or alone())
+        exit_stack.callback(self.checkpoints.close)
+        self.async_level = 0 if recipe.served is None else recipe.served.async_level
+        self._saving = 0.0  # seconds that the loop waited for the last checkpoint
+
+    def choose(self, outcome: str | None) -> bool:
+        """Decide what to resume from; return whether nothing is left to do. `outcome`: of the trainer before."""
+        if self.config.bench or not self.checkpoints.choose(outcome == "finished"):
+            return False
+        self.report.close(
+            "finished", f"this run has made its {self.config.max_steps} steps already: nothing is trained again"
+        )
+        return True
+
+    def open_data(self, source: Source) -> None:
+        """Open what is trained on, before the model is built."""
+        self.report.phase("loading the data")
+        if not self.config.bench:
+            self.checkpoints.check_model(source)
+        self.source, self.data = source, self.recipe.open_data(self.world, source)
+        self.exit_stack.callback(self.data.close)
+
+    def begin(self, policy: Policy, costs: Costs) -> None:
+        """Load the state into `policy`, which has its first values, and commit the version that it begins with."""
+        config, recipe, world, source, lora = self.config, self.recipe, self.world, self.source, self.config.lora
+        self.policy, self.costs = policy, costs
+        if lora is not None and (adapter := lora.adapter) is not None and self.checkpoints.resumed is None:
+            agree(world, lambda: load_adapter(policy, adapter, world))
+        self.optimizer = build_optimizer(policy, config.optim)
+        self.progress = self.checkpoints.load(policy, self.optimizer)
+        self.start = self.step = self.progress.step
+        self.data.start(costs, self.progress.samples)
+
+        serve = None if lora is None else lora.serve
+        computed = compute_dtype(config.model.dtype, world.device)
+        # What is small is exported as it is computed with
+        adapts = serve == "adapter" and config.weights.dtype == "auto"
+        exported = computed if adapts else export_dtype(config.weights.dtype, source)
+        vocabulary, served = source.config.get_text_config().vocab_size, recipe.served
+        # Else nobody reads the scores
+        scorer = ReferenceScorer(policy, world, vocabulary, computed, exported, serve) if served is not None else None
+        self.versions = WeightPublisher(
+            config.output_dir,
+            policy,
+            source,
+            world,
+            exported,
+            timeout=config.dist_timeout,
+            scorer=scorer,
+            weights=recipe.weights,
+            memory=served is not None and uses_memory(served.weights, world),
+            gpu=served is not None,
+            async_level=self.async_level,
+            lora=lora,
+            needed=self.checkpoints.needed,
+            on_committed=lambda version, times: self.report.more_metrics(version - 1, times),
+        )
+        self.exit_stack.callback(self.versions.close)
+        self.report.open()
+        if not config.bench:
+            self.report.phase("committing the starting weights")
+            self.checkpoints.begin(self.versions, self.start)
+        self.report.status.ready()  # a restart may help against what fails from here on
+        self.report.text(f"ready on {world.size} × {world.device.type}, starting at step {self.start}")
+        names = partial(routing.step_metrics, policy.sparse, recipe.names)
+        self.rows, self._names = MetricRows(self.report, world.device), names
+        self.exit_stack.push(self.rows.end)
+
+    @property
+    def done(self) -> bool:
+        return self.config.max_steps is not None and self.step >= self.config.max_steps
+
+    def wait(self, stop: Callable[[], bool]) -> bool:
+        """Wait for the data of the next step. False if a rank was asked to stop."""
+        step, data = self.step, self.data
+        self.report.status.step(step)
+        self.checkpoints.poll(step)
+        if not data.arrived(step):
+            # Nothing is gained by running ahead: what the step before began is finished first.
+            self.rows.flush()
+            self.versions.settle(unless=partial(data.arrived, step))
+        began = time.perf_counter()
+        arrived = data.wait(step, stop, self.report.status.waiting)
+        self._waited = time.perf_counter() - began
+        return arrived
+
+    def read(self) -> StepData:
+        """Return the micro-batches of the next step, once they have arrived."""
+        began = time.perf_counter()
+        self.batch = self.data.read(self.step)
+        self._reading = time.perf_counter() - began
+        if self.step == self.start:
+            self.rows.begin()
+            self._waited = self._reading = 0.0
+        self.report.phase("training")
+        return self.batch
+
+    def update(self, sums: Tensor, begun: Moment, known: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Update the policy by the gradients of a whole step, whose computation began at `begun`, and publish the next
+        version. `sums`: the step's metric sums, on the device; `known`: further metrics of the step."""
+        config, world, batch, step = self.config, self.world, self.batch, self.step
+        graded = now(world.device)
+        self.rows.flush()  # of the step before: the device has this one's forward and backward to go on with
+        self.checkpoints.before_update()
+        lr = learning_rate(config.scheduler, config.optim.lr, step, config.max_steps)
+        norm = optimizer_step(self.policy, self.optimizer, lr, config.optim.max_norm)
+        moments = begun, graded, now(world.device)
+        last = self.progress
+        self.progress = progress = Progress(step + 1, last.tokens + batch.tokens, last.samples + batch.samples)
+        allocated, reserved = perf.peak_memory_gib(world.device)
+        metrics = {
+            "optim/lr": lr,
+            "perf/peak_memory": reserved,
+            "perf/peak_allocated": allocated,
+            "time/wait_for_batch": self._waited + self._reading,
+            "time/read_batch": self._reading,  # of the wait
+            **({"time/save_ckpt": self._saving} if self._saving else {}),
+            **batch.metrics,
+            **known,
+            "progress/total_tokens": progress.tokens,
+            "progress/total_samples": progress.samples,
+        }
+        ideal = perf.ideal_seconds(self.costs.of(batch.lengths).sum(), world)
+        sums_norm = sum_on_device(world, sums, norm)
+        routing.update_biases(self.policy.sparse, sums, config.model.moe_bias_update)
+        row = StepMetrics(step, sums_norm, moments, self._names, metrics, batch.tokens, ideal)
+        self.rows.put(row)
+
+        kind, weights, self._saving = self.checkpoints.due(step + 1), None, 0.0
+        every = self.recipe.weights.save_interval  # of fine-tuning, whose evaluation waits for these versions
+        served = self.recipe.served is not None
+        if served or kind == "checkpoint" or (every is not None and (step + 1) % every == 0):
+            weights = config.output_dir / "weights"
+            durable = self.checkpoints.will_need(step + 1, self.async_level) or step + 1 == config.max_steps
+            self.versions.publish(step + 1, row.read, durable=durable)
+        if kind is not None:
+            self.report.phase(f"saving a {kind}")
+            began = time.perf_counter()
+            if self.checkpoints.holds_up(kind):
+                self.rows.flush()
+                self.versions.settle()
+            recorded = partial(self.rows.recorded, step, weights, durable=kind == "checkpoint")
+            self.checkpoints.save(progress, kind, recorded)
+            self._saving = time.perf_counter() - began
+        self.step += 1
+
+    def finish(self) -> None:
+        """Commit the last version and state; say that the run is finished, or stopped before its last step."""
+        self.rows.flush()
+        stopped, written = not self.done, ""  # on every rank, whichever was asked
+        if not self.config.bench:
+            self.report.phase("saving what is left")
+            self.versions.settle()
+            if self.step > 0:
+                self.versions.ensure(self.step, durable=True)
+                written = f"; weights in {step_dir(self.config.output_dir / 'weights', self.step)}"
+            self.checkpoints.finish(self.progress, stopped)
+            self.versions.finish()
+        elif self.world.is_main:  # it alone keeps the rows
+            self.report.text(bench_table(self.config.output_dir, self.report.process))
+        tokens = f"{self.step} steps, {self.progress.tokens:,} tokens{written}"
+        self.report.close("stopped" if stopped else "finished", tokens)
+
+
 def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
     """Train until `max_steps`, or until a signal asks to stop. A finished run that is to be recovered is left as it is.
 
@@ -65,165 +254,52 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
     before = read_status(config.output_dir).get(process) if recover else None
     world = init_world(config.device, config.dist_timeout, config.model.dp_replicate)
     with ExitStack() as exit_stack:
-        report = Report(config, process, world, recover=recover)
+        report = Report(config, process, world, raw_config, recover=recover)
         exit_stack.push(report.end)
         recipe = make_recipe(config)
-        checkpoints = Checkpoints(config, world, alone=lambda: not recipe.served or trainer_is_alone(config.output_dir))
-        exit_stack.callback(checkpoints.close)
-        if not config.bench and checkpoints.choose(before is not None and before.outcome == "finished"):
-            report.close(
-                "finished", f"this run has made its {config.max_steps} steps already: nothing is trained again"
-            )
+        training = Training(config, recipe, world, report, exit_stack)
+        if training.choose(None if before is None else before.outcome):
             close_world()
             return
 
         torch.manual_seed(config.seed)
-        served, lora = recipe.served, config.lora
-        async_level = 0 if served is None else served.async_level
         report.phase("loading the model")
         source = locate_model(config.model, world, random_weights=config.data.fake is not None)
-        if not config.bench:
-            checkpoints.check_model(source)
-        report.phase("loading the data")
-        data = recipe.open_data(world, source)
-        exit_stack.callback(data.close)
+        training.open_data(source)
         report.phase("building the model")
-        published = None if served is None else partial(published_bytes, served, source, world)
-        policy = build_policy(
-            source, config.model, world, config.seed,
-            tokens=recipe.tokens, optim=config.optim, published=published, lora=lora,
-        )  # fmt: skip
-        computed = compute_dtype(config.model.dtype, world.device)
-        check_policy(policy, source.name, world, computed)
-        if lora is not None and (adapter := lora.adapter) is not None and checkpoints.resumed is None:
-            agree(world, lambda: load_adapter(policy, adapter, world))
-        optimizer = build_optimizer(policy, config.optim)
-        progress = checkpoints.load(policy, optimizer)
-        start = progress.step
-        costs = perf.step_costs(policy.lm, source.config)
+        policy = make_policy(config, recipe, source, world)
+        costs, vocabulary = perf.step_costs(policy.lm, source.config), source.config.get_text_config().vocab_size
         if recipe.router_replay:
-            data.routers = router_replay.set_up(policy.lm.model.layers, source.name)
-        data.start(costs, progress.samples)
+            training.data.routers = router_replay.set_up(policy.lm.model.layers, source.name)
+        training.begin(policy, costs)
 
-        vocabulary = source.config.get_text_config().vocab_size
-        serve = None if lora is None else lora.serve
-        adapts = (
-            serve == "adapter" and config.weights.dtype == "auto"
-        )  # what is small is exported as it is computed with
-        exported = computed if adapts else export_dtype(config.weights.dtype, source)
-        # Else nobody reads the scores
-        scorer = ReferenceScorer(policy, world, vocabulary, computed, exported, serve) if served is not None else None
-        versions = WeightPublisher(
-            config.output_dir,
-            policy,
-            source,
-            world,
-            exported,
-            timeout=config.dist_timeout,
-            scorer=scorer,
-            weights=recipe.weights,
-            memory=served is not None and uses_memory(served.weights, world),
-            gpu=served is not None,
-            async_level=async_level,
-            lora=lora,
-            needed=checkpoints.needed,
-            on_committed=lambda version, times: report.more_metrics(version - 1, times),
-        )
-        exit_stack.callback(versions.close)
-        report.open(raw_config)
-        if not config.bench:
-            report.phase("committing the starting weights")
-            checkpoints.begin(versions, start)
-        report.status.ready()  # a restart may help against what fails from here on
-        report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
-
-        rows, names = MetricRows(report, world.device), partial(routing.step_metrics, policy.sparse, recipe.names)
-        exit_stack.push(rows.end)
         exit_stack.enter_context(watched(policy.memory))
-        if served is not None and policy.compiled:  # the servers are loading meanwhile
+        if recipe.served is not None and policy.compiled:  # the servers are loading meanwhile
             report.phase("compiling")
-            warm_up(policy, recipe.loss, served, world, vocabulary, data.routers)
-        step, saving = start, 0.0
-        while config.max_steps is None or step < config.max_steps:
-            report.status.step(step)
-            checkpoints.poll(step)
-            if not data.arrived(step):
-                # Nothing is gained by running ahead: what the step before began is finished first.
-                rows.flush()
-                versions.settle(unless=partial(data.arrived, step))
-            started = time.perf_counter()
-            if not data.wait(step, stop, report.status.waiting):
+            warm_up(policy, recipe.loss, recipe.served, world, vocabulary, training.data.routers)
+        while not training.done:
+            if not training.wait(stop):
                 break
-            arrived = time.perf_counter()
-            batch = data.read(step)
-            waited, reading = time.perf_counter() - started, time.perf_counter() - arrived
-            if step == start:
-                rows.begin()
-                waited = 0.0
-            report.phase("training")
+            batch = training.read()
             perf.reset_peak_memory(world.device)
-
-            lr = learning_rate(config.scheduler, config.optim.lr, step, config.max_steps)
             begun = now(world.device)
             balance = config.model.moe_aux_loss  # times the mean over layers and tokens
             for block in policy.sparse if balance else ():
                 block.router.loss_scale.fill_(balance / len(policy.sparse) / batch.tokens)
-            sums = forward_backward(policy, batch.batches, recipe.loss, world)
-            graded = now(world.device)
-            rows.flush()  # of the step before: the device has this one's forward and backward to go on with
-            checkpoints.before_update()
-            norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
-            moments = begun, graded, now(world.device)
-            progress = Progress(step + 1, progress.tokens + batch.tokens, progress.samples + batch.samples)
-            allocated, reserved = perf.peak_memory_gib(world.device)
-            known = {
-                "optim/lr": lr,
-                "perf/peak_memory": reserved,
-                "perf/peak_allocated": allocated,
-                "time/wait_for_batch": waited,
-                "time/read_batch": reading,  # of the wait
-                **({"time/save_ckpt": saving} if saving else {}),
-                **batch.metrics,
-                "progress/total_tokens": progress.tokens,
-                "progress/total_samples": progress.samples,
-            }
-            ideal = perf.ideal_seconds(costs.of(batch.lengths).sum(), world)
-            sums_norm = sum_on_device(world, sums, norm)
-            routing.update_biases(policy.sparse, sums, config.model.moe_bias_update)
-            row = StepMetrics(step, sums_norm, moments, names, known, batch.tokens, ideal)
-            rows.put(row)
-
-            kind, weights, saving = checkpoints.due(step + 1), None, 0.0
-            every = recipe.weights.save_interval  # of fine-tuning, whose evaluation waits for these versions
-            if served is not None or kind == "checkpoint" or (every is not None and (step + 1) % every == 0):
-                weights = config.output_dir / "weights"
-                durable = checkpoints.will_need(step + 1, async_level) or step + 1 == config.max_steps
-                versions.publish(step + 1, row.read, durable=durable)
-            if kind is not None:
-                report.phase(f"saving a {kind}")
-                started = time.perf_counter()
-                if checkpoints.holds_up(kind):
-                    rows.flush()
-                    versions.settle()
-                checkpoints.save(progress, kind, partial(rows.recorded, step, weights, durable=kind == "checkpoint"))
-                saving = time.perf_counter() - started
-            step += 1
-
-        rows.flush()
-        stopped = config.max_steps is None or step < config.max_steps  # on every rank, whichever was asked
-        written = ""
-        if not config.bench:
-            report.phase("saving what is left")
-            versions.settle()
-            if step > 0:
-                versions.ensure(step, durable=True)
-                written = f"; weights in {step_dir(config.output_dir / 'weights', step)}"
-            checkpoints.finish(progress, stopped)
-            versions.finish()
-        elif world.is_main:  # it alone keeps the rows
-            report.text(bench_table(config.output_dir, report.process))
-        report.close("stopped" if stopped else "finished", f"{step} steps, {progress.tokens:,} tokens{written}")
+            training.update(forward_backward(policy, batch.batches, recipe.loss, world), begun)
+        training.finish()
     close_world()
+
+
+def make_policy(config: Config, recipe: Recipe, source: Source, world: World, slots: int = 1) -> Policy:
+    """Build the policy, with so many adapters beside each other, and check that it computes what the model does."""
+    published = None if recipe.served is None else partial(published_bytes, recipe.served, source, world)
+    policy = build_policy(
+        source, config.model, world, config.seed,
+        tokens=recipe.tokens, optim=config.optim, published=published, lora=config.lora, slots=slots,
+    )  # fmt: skip
+    check_policy(policy, source.name, world, compute_dtype(config.model.dtype, world.device))
+    return policy
 
 
 def bench_config(config: C) -> C:
