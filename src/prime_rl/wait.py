@@ -92,6 +92,11 @@ class TaskThread:
         """Have `work` done after the tasks before it."""
         self.tasks.append((subject, self._pool.submit(work)))
 
+    @property
+    def idle(self) -> bool:
+        """Whether all tasks have ended."""
+        return all(task.done() for _, task in self.tasks)
+
     def results(self, *, wait: bool = True) -> list[Any]:
         """Take the results of the tasks that have ended; with `wait` all of them.
 

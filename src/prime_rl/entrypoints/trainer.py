@@ -19,11 +19,14 @@ def run(config: TrainerConfig) -> None:
     if (accepted := begin(config, "trainer", plan)) is None:
         return
     with quick_imports():
-        from prime_rl.trainer import training_loop
+        from prime_rl.trainer import shared_training, training_loop
         from prime_rl.trainer.rl.train import make_recipe
 
     with disk_errors(accepted.output_dir):
-        training_loop.run(accepted, make_recipe)
+        if accepted.tenants is None:
+            training_loop.run(accepted, make_recipe)
+        else:
+            shared_training.run(accepted)
 
 
 def plan(config: TrainerConfig) -> list[str]:

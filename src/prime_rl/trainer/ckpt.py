@@ -27,7 +27,7 @@ from prime_rl.transport import checkpoints, incarnations
 from prime_rl.transport.commit import Stage, clean_stages, list_steps, prune, read_manifest, step_dir, subject_of
 from prime_rl.transport.protocol import current_incarnation
 from prime_rl.transport.settings import suggestions
-from prime_rl.transport.weights import hash_directory, version_hash, weights_manifest
+from prime_rl.transport.weights import version_hash, weights_manifest
 from prime_rl.wait import LEAST_POLL_SECONDS, TaskThread, wait
 
 PART: checkpoints.Part = "trainer"
@@ -110,7 +110,7 @@ class Checkpoints:
             saved = None if self.resumed is None else read_manifest(self.resumed).extra.get("base")
             if source.directory is None or not (began or saved):
                 return
-            base = version_hash(hash_directory(source.directory))
+            base = version_hash(source.tensors)
             for directory, other in ((run, began), (self.resumed, saved)):
                 if other not in (None, base):
                     raise UserError(
@@ -210,6 +210,11 @@ class Checkpoints:
         if any_failed or all_are_idle:
             self.settle()
         self._recovery_due = by_clock and all_are_idle and is_late > 0  # nobody waits for a recovery checkpoint
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank saves nothing in the background."""
+        return self._thread.idle
 
     def settle(self) -> None:
         """Wait for the save in the background, at most `dist_timeout`. Raises UserError if it fails or takes longer."""

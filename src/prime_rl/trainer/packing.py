@@ -241,6 +241,11 @@ class StepSource:
         """Wait until the step's data can be read. False if a rank was asked to stop."""
         return sum_over_ranks(self.world, [stop()])[0] == 0
 
+    def prepared(self, step: int) -> bool:
+        """Whether `read` returns, or raises, at once. Where there are several ranks they may differ."""
+        self._submit(step)
+        return self._thread.idle
+
     def read(self, step: int) -> StepData:
         """This rank's micro-batches of a step; the thread goes on to the next one. Raises UserError if, on any rank, it
         is malformed, does not fit the model, or takes too long to prepare."""

@@ -3,7 +3,7 @@
 import json
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError, user_errors
 from prime_rl.trainer.parallel import World, agree, on_main
-from prime_rl.transport.weights import no_tensors_message
+from prime_rl.transport.weights import TensorEntry, hash_directory, no_tensors_message
 
 # Shapes that fake data can use without a download: values of `_SHAPE`, experts. Head size 128, vocabulary 151,936.
 _SHAPE = (
@@ -40,6 +40,12 @@ class Source:
     config: PretrainedConfig
     directory: Path | None
     trust_remote_code: bool = False
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorEntry]:
+        """The tensors of the files with their hashes; read once, which takes seconds. Raises CommitError."""
+        assert self.directory is not None
+        return hash_directory(self.directory)
 
 
 def locate_model(config: TrainerModel, world: World, *, random_weights: bool) -> Source:

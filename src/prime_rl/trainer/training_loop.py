@@ -81,6 +81,7 @@ class Training:
         self.checkpoints = Checkpoints(self.config, world, alone=lambda: not recipe.served or alone())
         exit_stack.callback(self.checkpoints.close)
         self.async_level = 0 if recipe.served is None else recipe.served.async_level
+        self.waited = 0.0  # seconds for the data of the step
         self._saving = 0.0  # seconds that the loop waited for the last checkpoint
 
     def choose(self, outcome: str | None) -> bool:
@@ -161,7 +162,7 @@ class Training:
             self.versions.settle(unless=partial(data.arrived, step))
         began = time.perf_counter()
         arrived = data.wait(step, stop, self.report.status.waiting)
-        self._waited = time.perf_counter() - began
+        self.waited = time.perf_counter() - began
         return arrived
 
     def read(self) -> StepData:
@@ -171,7 +172,7 @@ class Training:
         self._reading = time.perf_counter() - began
         if self.step == self.start:
             self.rows.begin()
-            self._waited = self._reading = 0.0
+            self.waited = self._reading = 0.0
         self.report.phase("training")
         return self.batch
 
@@ -192,7 +193,7 @@ class Training:
             "optim/lr": lr,
             "perf/peak_memory": reserved,
             "perf/peak_allocated": allocated,
-            "time/wait_for_batch": self._waited + self._reading,
+            "time/wait_for_batch": self.waited + self._reading,
             "time/read_batch": self._reading,  # of the wait
             **({"time/save_ckpt": self._saving} if self._saving else {}),
             **batch.metrics,

@@ -30,7 +30,6 @@ from prime_rl.transport.weights import (
     AdapterDescription,
     LogprobReference,
     file_hashes,
-    hash_directory,
     make_durable,
     manifest_extra,
     version_hash,
@@ -173,6 +172,11 @@ class WeightPublisher:
         self._committer.submit(f"weights/step_{version}", lambda: self._commit(version, durable, scored, check))
         self._waited += time.perf_counter() - copying
 
+    @property
+    def idle(self) -> bool:
+        """Whether this rank commits, writes and removes nothing in the background."""
+        return self._committer.idle and self._disk.idle
+
     def settle(self, *, everything: bool = True, unless: Callable[[], bool] | None = None) -> None:
         """Wait until the version under way is committed; UserError if it fails or is late.
 
@@ -188,8 +192,8 @@ class WeightPublisher:
 
         began = time.perf_counter()
         while unless is not None:  # bounded: by the time that a version may take
-            tasks, waited = [*self._committer.tasks, *self._disk.tasks], time.perf_counter() - began
-            if all(gather(self.world, waited > self._committer.seconds or all(task.done() for _, task in tasks))):
+            waited = time.perf_counter() - began
+            if all(gather(self.world, waited > self._committer.seconds or self.idle)):
                 break
             if unless():
                 self._waited += time.perf_counter() - began
@@ -303,9 +307,9 @@ class WeightPublisher:
         elif self._from_adapter:  # which becomes version 0
             if start == 0 and BASE in list_steps(self.root) and weights_manifest(step_dir(self.root, BASE)).base:
                 raise UserError(f"{self.root} began without an adapter: leave lora.adapter out, or start with --clean")
-            base = version_hash(hash_directory(directory))
+            base = version_hash(self.source.tensors)
         else:
-            base = write_base_version(self.root, directory, reference).hash
+            base = write_base_version(self.root, directory, reference, self.source.tensors).hash
         if self._copies.is_adapter:
             self._adapter = AdapterDescription(base or "", self._copies.adapter_config(self.source))
         incarnation = incarnations.open_incarnation(self.output_dir, start)

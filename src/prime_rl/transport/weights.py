@@ -285,10 +285,16 @@ def read_header(file: Path) -> dict[str, TensorRange]:
 # ---- writing
 
 
-def write_base_version(root: Path, model: Path, reference: LogprobReference | None = None) -> WeightsManifest:
-    """Commit version 0, the base model at `model`, if not committed yet. CommitError if step_0 is another model."""
+def write_base_version(
+    root: Path,
+    model: Path,
+    reference: LogprobReference | None = None,
+    tensors: Mapping[str, TensorEntry] | None = None,
+) -> WeightsManifest:
+    """Commit version 0, the base model at `model` (its `tensors`, if they are hashed already), if not committed yet.
+    Raises CommitError if step_0 is another model."""
     directory = commit.step_dir(root, 0)
-    extra = manifest_extra(0, 0, hash_directory(model), str(model.resolve()), reference)
+    extra = manifest_extra(0, 0, tensors or hash_directory(model), str(model.resolve()), reference)
     if 0 not in commit.list_steps(root):
         with commit.stage(directory, step=0, producer="trainer", extra=extra):
             pass
