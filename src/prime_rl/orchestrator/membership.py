@@ -56,9 +56,7 @@ async def join(config: "OrchestratorConfig", status: Status) -> None:
     """Ask the trainer, and wait until it accepts. Raises UserError: it refuses, or does not answer."""
     directory, seconds = config.output_dir, config.weights_timeout
     path, subject = status_path(directory, "trainer"), f"tenant {directory.name} to be accepted"
-    before = read_record(ProcessStatus, path)
-    if before is not None and before.outcome is not None:  # of an earlier membership
-        path.unlink(missing_ok=True)
+    before = read_record(ProcessStatus, path)  # maybe of an earlier membership
     tenants.ask_to_join(directory, trainer_settings(config))
 
     def accepted() -> bool:
@@ -68,7 +66,7 @@ async def join(config: "OrchestratorConfig", status: Status) -> None:
             return False
         if (answer.outcome or "").startswith("failed"):
             raise UserError(_reason(answer.outcome))
-        return answer.outcome is None
+        return answer.outcome in (None, "finished")
 
     await wait_async(accepted, subject=subject, owner="trainer", seconds=seconds)
 

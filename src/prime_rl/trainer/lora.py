@@ -53,8 +53,8 @@ class Slots:
         if not self.grouped:
             (self.number,) = rows
             return
-        ends = torch.tensor([rows.get(slot, 0) for slot in range(self.count)]).cumsum(0, dtype=torch.int32)
-        self.end_N = (ends.pin_memory() if device.type == "cuda" else ends).to(device, non_blocking=True)
+        end_N = torch.tensor([rows.get(slot, 0) for slot in range(self.count)]).cumsum(0, dtype=torch.int32)
+        self.end_N = (end_N.pin_memory() if device.type == "cuda" else end_N).to(device, non_blocking=True)
 
 
 class _Adapter(nn.Module):

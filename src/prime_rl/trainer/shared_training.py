@@ -1,9 +1,9 @@
 """One trainer for many tenants: a frozen model, and for each tenant an adapter in a slot of its own.
 
-A tenant is a `Training` in its own run directory, with its own optimizer, schedule, loss, steps and checkpoints; what it
-shares is the model and the time. Its batches are packed as if it were alone, and its micro-batches are what takes turns:
-a GPU computes those of several tenants together, as many as `seq_len` allows, a CPU one after the other. Every tenant is
-updated as soon as its own batch is complete. What fails for one ends its membership and no other's.
+A tenant is a `Training` in its own run directory, with its own optimizer, schedule, loss, steps and checkpoints; what
+it shares is the model and the time. Its batches are packed as if it were alone, and its micro-batches are what takes
+turns: a GPU computes those of several tenants together, as many as `seq_len` allows, a CPU one after the other. Every
+tenant is updated as soon as its own batch is complete. What fails for one ends its membership and no other's.
 """
 
 import time
@@ -41,9 +41,10 @@ from prime_rl.transport import tenants
 from prime_rl.transport.commit import CommitError, step_dir, subject_of
 from prime_rl.transport.settings import check_and_commit
 from prime_rl.transport.tenants import Join, tenant_dir
-from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout
+from prime_rl.wait import WaitTimeout
 
 _LOOK_SECONDS = 0.2  # between two looks for tenants that join or leave
+_IDLE_SECONDS = 0.01  # between two looks for batches
 _SETTINGS = (
     *("model", "max_steps", "async_level", "seed", "seq_len", "ckpt", "optim", "scheduler", "loss", "monitor"),
 )
@@ -86,17 +87,19 @@ class FairQueue:
         self._not_before[name] = rested + spent / self._limits.get(name, 1.0)
 
 
-class SlotPolicy(nn.Module):
+class SlotPolicy(Policy):
     """The policy as one tenant sees it: the parameters in its slot, by the names of a policy that has one adapter."""
 
+    lm: Any
+
     def __init__(self, policy: Policy, slot: int) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self._shared = [policy]  # in a list, so that it is no submodule
         self.slot, self.lm = slot, nn.Module()
         self.units, self.sparse, self.frees_weights = policy.units, policy.sparse, policy.frees_weights
         for full_name, parameter in policy.lm.named_parameters():
-            if f".{slot}." not in full_name or (name := plain_name(full_name, slot)) == plain_name(full_name, -1):
-                continue
+            if (name := plain_name(full_name, slot)) == plain_name(full_name, -1):
+                continue  # of the model, or in another slot
             module, (*path, last) = self.lm, name.split(".")
             for part in path:
                 if part not in dict(module.named_children()):
@@ -112,7 +115,7 @@ class SlotPolicy(nn.Module):
 
 
 @dataclass
-class Tenant:
+class TenantTraining:
     """A member, and the step that it is at. Times are of `time.perf_counter`."""
 
     name: str
@@ -129,7 +132,7 @@ class Tenant:
     total_before: float = 0.0
 
 
-Part = tuple[Tenant, MicroBatch]
+Part = tuple[TenantTraining, MicroBatch]
 
 
 class SharedTrainer:
@@ -144,7 +147,7 @@ class SharedTrainer:
         recipe = recipe_of(config)
         self.policy = make_policy(config, recipe, self.source, world, self.slots)
         self.costs = perf.step_costs(self.policy.lm, self.source.config)
-        self.queue, self.tenants, self.total = FairQueue(config.tenants), dict[str, Tenant](), 0.0
+        self.queue, self.tenants, self.total = FairQueue(config.tenants), dict[str, TenantTraining](), 0.0
         if self.policy.compiled:
             report.phase("compiling")
             vocabulary = self.source.config.get_text_config().vocab_size
@@ -161,7 +164,7 @@ class SharedTrainer:
             for tenant in [*self.tenants.values()]:
                 self._guarded(tenant, self._advance)
             if not self._train(self._choose()):
-                time.sleep(LEAST_POLL_SECONDS)  # bounded: a moment
+                time.sleep(_IDLE_SECONDS)  # bounded: a moment
         for tenant in [*self.tenants.values()]:
             self._guarded(tenant, self._end)
 
@@ -178,7 +181,8 @@ class SharedTrainer:
         for name, join in joins.items():
             if name not in self.tenants:
                 self._admit(name, join)
-        self.report.phase(f"training {', '.join(self.tenants)}" if self.tenants else "waiting for tenants")
+        self.report.phase(f"training {', '.join(self.tenants)}" if self.tenants else "no tenants")
+        self.report.status.progress()  # none of its own: it goes on with whatever comes
 
     def _admit(self, name: str, join: Join) -> None:
         directory = tenant_dir(self.config.output_dir, name)
@@ -186,6 +190,7 @@ class SharedTrainer:
         free = [slot for slot in range(self.slots) if slot not in taken]
         exit_stack = ExitStack()
         try:
+            (directory / "status").mkdir(exist_ok=True)  # for the answer
             if not free:
                 raise UserError(f"all {self.slots} slots are taken, by {', '.join(self.tenants)}")
             config = tenant_config(self.config, directory, join.settings)
@@ -209,28 +214,28 @@ class SharedTrainer:
             exit_stack.close()
             raise
         at = time.perf_counter()
-        self.tenants[name] = Tenant(name, join, training, policy, exit_stack, at, total_before=self.total)
+        self.tenants[name] = TenantTraining(name, join, training, policy, exit_stack, at, total_before=self.total)
 
     def _leave(self, name: str, join: Join) -> None:
         """End a membership, unless it was asked for anew meanwhile."""
         if tenants.joins(self.config.output_dir).get(name) == join:
             tenants.leave(tenant_dir(self.config.output_dir, name))
 
-    def _end(self, tenant: Tenant) -> None:
+    def _end(self, tenant: TenantTraining) -> None:
         """Save what a tenant has and free its slot."""
         tenant.training.finish()
         self._remove(tenant)
 
-    def _remove(self, tenant: Tenant, error: BaseException | None = None) -> None:
+    def _remove(self, tenant: TenantTraining, error: BaseException | None = None) -> None:
         del self.tenants[tenant.name]
-        tenant.exit_stack.__exit__(error and type(error), error, None)
+        tenant.exit_stack.__exit__(None if error is None else type(error), error, None)
         with torch.no_grad():
             for parameter in tenant.policy.parameters():
                 parameter.zero_()
                 parameter.grad = None
         self._leave(tenant.name, tenant.join)
 
-    def _guarded(self, tenant: Tenant, action: Callable[[Tenant], None]) -> None:
+    def _guarded(self, tenant: TenantTraining, action: Callable[[TenantTraining], None]) -> None:
         """Do something for a tenant; what fails ends its membership alone."""
         try:
             action(tenant)
@@ -241,11 +246,12 @@ class SharedTrainer:
 
     # ---- steps
 
-    def _advance(self, tenant: Tenant) -> None:
+    def _advance(self, tenant: TenantTraining) -> None:
         """Update a tenant whose step is computed, and begin the next one if its batch has come. Waits for nothing: a
-        tenant whose versions are slow to commit waits itself."""
+        tenant whose last version or checkpoint is still written waits itself."""
         training = tenant.training
-        if tenant.micro_batches or not (training.versions.idle and training.checkpoints.idle):
+        idle = training.versions.idle and training.checkpoints.idle
+        if tenant.micro_batches or (not idle and (tenant.sums is not None or training.done)):
             return
         if tenant.sums is not None:
             assert tenant.begun is not None
@@ -255,7 +261,8 @@ class SharedTrainer:
             tenant.waiting_since = time.perf_counter()
             self.report.status.progress()
             return
-        training.versions.settle()
+        if idle:
+            training.versions.settle()
         training.checkpoints.poll(training.step)
         if training.done:
             return self._end(tenant)
@@ -317,8 +324,8 @@ class SharedTrainer:
         batches = [(to_device(batch, device), tenant.training.recipe.loss) for tenant, batch in parts]
         if not policy.slots.grouped:
             outcomes = []
-            for (tenant, _), batch in zip(parts, batches, strict=True):
-                loss, sums = tenant.policy(*batch)
+            for (tenant, _), own in zip(parts, batches, strict=True):
+                loss, sums = tenant.policy(*own)
                 loss.backward()
                 outcomes.append(sums)
         else:
@@ -352,7 +359,8 @@ def tenant_config(config: TrainerConfig, directory: Path, settings: dict[str, An
     try:
         return TrainerConfig.model_validate(values | own)
     except ValidationError as error:
-        raise UserError(f"the trainer cannot take these settings: {one_line(error)}") from error
+        reasons = [f"{'.'.join(map(str, one['loc']))} {one['msg']}".strip() for one in error.errors()]
+        raise UserError(f"the trainer cannot take these settings: {'; '.join(reasons)}") from error
 
 
 def run(config: TrainerConfig) -> None:

@@ -278,9 +278,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         if recipe.served is not None and policy.compiled:  # the servers are loading meanwhile
             report.phase("compiling")
             warm_up(policy, recipe.loss, recipe.served, world, vocabulary, training.data.routers)
-        while not training.done:
-            if not training.wait(stop):
-                break
+        while not training.done and training.wait(stop):  # bounded: the wait has a deadline
             batch = training.read()
             perf.reset_peak_memory(world.device)
             begun = now(world.device)

@@ -1,0 +1,232 @@
+"""Tenants in one trainer: each is trained as if it were alone, and nothing that happens to one reaches another."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_rl.config.shared import TenantsConfig
+from prime_rl.config.trainer import LoRAConfig, TrainerModel
+from prime_rl.errors import UserError
+from prime_rl.monitor import read_status
+from prime_rl.trainer.lora import initialize
+from prime_rl.trainer.loss import cross_entropy
+from prime_rl.trainer.model import build_policy
+from prime_rl.trainer.packing import collate
+from prime_rl.trainer.parallel import World, close_world, init_world
+from prime_rl.trainer.report import Report
+from prime_rl.trainer.shared_training import FairQueue, SharedTrainer, SlotPolicy, tenant_config
+from prime_rl.trainer.source import find_model
+from prime_rl.transport import tenants
+from prime_rl.transport.tenants import tenant_dir
+from support import trainer as support
+
+world, tied_model, run_training = support.world, support.tied_model, support.run_training
+LORA: dict[str, Any] = {"rank": 4, "alpha": 8}
+ALICE: dict[str, Any] = {"max_steps": 4, "seed": 1, "optim": {"type": "adamw", "lr": 1e-3}}
+BOB: dict[str, Any] = {"max_steps": 3, "seed": 2, "seq_len": 64, "loss": {"type": "grpo"}, "async_level": 0}
+
+
+class Deployment:
+    """A shared trainer in this process."""
+
+    def __init__(self, root: Path, model: Path, **settings: Any) -> None:
+        self.root, self.world, self.turns = root, init_world("cpu", 60), 0
+        every = {"lora": LORA, "tenants": {"slots": 2}, "weights": {"keep": None}, "optim": {"lr": 1e-3}}
+        self.config = support.make_config(root, model, **every | settings)
+        self.exit_stack = ExitStack()
+        self.exit_stack.callback(close_world)
+        self.start()
+
+    def start(self) -> None:
+        """Start the trainer, as after a kill if it runs."""
+        report = Report(self.config, "trainer", self.world, recover=True)
+        self.trainer = SharedTrainer(self.config, self.world, report)
+        self.exit_stack.callback(report.status.close)
+
+    def join(self, name: str, settings: dict[str, Any], samples: tuple[int, ...] = (6,)) -> Path:
+        directory = tenant_dir(self.root, name)
+        directory.mkdir(parents=True, exist_ok=True)
+        if not (directory / "rollouts").exists():
+            support.write_rollouts(directory, settings["max_steps"], samples)
+        tenants.ask_to_join(directory, settings)
+        return directory
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Halt the trainer where it stands once `until` holds."""
+
+        def stop() -> bool:
+            self.turns += 1
+            assert self.turns < 3_000, self.outcomes
+            if until():
+                raise KeyboardInterrupt
+            return False
+
+        with suppress(KeyboardInterrupt):
+            self.trainer.run(stop)
+
+    @property
+    def outcomes(self) -> dict[str, str | None]:
+        directories = [path for path in (self.root / "tenants").iterdir() if (path / "status").is_dir()]
+        return {path.name: read_status(path)["trainer"].outcome for path in directories}
+
+    def run_to_the_end(self) -> dict[str, str | None]:
+        self.run(lambda: not tenants.joins(self.root))
+        return self.outcomes
+
+
+@pytest.fixture
+def deploy(tied_model: Path, tmp_path: Path) -> Iterator[Callable[..., Deployment]]:
+    with ExitStack() as exit_stack:
+
+        def make(**settings: Any) -> Deployment:
+            deployment = Deployment(tmp_path / "shared", tied_model, **settings)
+            exit_stack.callback(deployment.exit_stack.close)
+            return deployment
+
+        yield make
+
+
+@pytest.fixture
+def alone(run_training: Callable[..., None], tied_model: Path, tmp_path: Path) -> Callable[..., dict[int, str]]:
+    """Return what trains as a tenant is in a trainer of its own, on the same rollouts: the hashes of its versions."""
+
+    def train(settings: dict[str, Any], samples: tuple[int, ...] = (6,)) -> dict[int, str]:
+        output_dir = tmp_path / f"alone-{settings['seed']}"
+        support.write_rollouts(output_dir, settings["max_steps"], samples)
+        more = {"optim": {"lr": 1e-3}} | settings
+        run_training(support.make_config(output_dir, tied_model, lora=LORA, weights={"keep": None}, **more))
+        return support.hashes(output_dir)
+
+    return train
+
+
+def test_a_tenant_trains_as_if_alone(alone: Callable[..., dict[int, str]], deploy: Callable[..., Deployment]) -> None:
+    """Contract: beside others, of other settings, every version of a tenant is that of its own trainer, bit for bit;
+    also where the shared trainer is killed in between, or a member leaves, and each goes on from its own state."""
+    want = [alone(ALICE, (6, 2)), alone(BOB)]
+    one = deploy()
+    directories = [one.join("alice", ALICE, (6, 2)), one.join("bob", BOB)]
+    one.run(lambda: all(len(support.hashes(path)) > 1 for path in directories))
+    one.start()  # as after a kill
+    one.run(lambda: len(one.trainer.tenants) == 2)
+    tenants.leave(directories[0])
+    one.run(lambda: one.outcomes["alice"] == "stopped")
+    one.join("alice", ALICE)
+    assert one.run_to_the_end() == {"alice": "finished", "bob": "finished"}
+    assert [support.hashes(path) for path in directories] == want
+    assert len(want[0]) == 5
+    assert not tenants.joins(one.root)
+    row = support.metrics(directories[0])[-1]
+    assert 0 < row["tenant/trainer_share"] <= 1
+    assert row["tenant/queued"] >= 0
+
+
+def test_what_fails_for_one_reaches_no_other(
+    alone: Callable[..., dict[int, str]], deploy: Callable[..., Deployment]
+) -> None:
+    """Contract: NaN, a damaged batch, a failing disk or settings that cannot be end one membership, with the reason."""
+    want = alone(BOB)
+    one = deploy(tenants={"slots": 5})
+    bob = one.join("bob", BOB)
+    damaged, full = (one.join(name, ALICE) for name in ("damaged", "full"))
+    one.join("nan", ALICE | {"optim": {"lr": 1e38}})
+    one.join("wrong", ALICE | {"scheduler": {"type": "cosine", "warmup_steps": 9}})
+    (damaged / "rollouts" / "step_1" / "samples.arrow").write_bytes(b"x")
+    (full / "metrics").write_text("no directory")
+    outcomes = one.run_to_the_end()
+    assert outcomes.pop("bob") == "finished"
+    assert support.hashes(bob) == want
+    reasons = {"nan": "finite", "damaged": "samples.arrow", "full": "metrics", "wrong": "warmup"}
+    for name, reason in reasons.items():
+        assert str(outcomes[name]).startswith("failed: "), name
+        assert reason in str(outcomes[name]), name
+
+
+def test_slots_and_settings(deploy: Callable[..., Deployment], tmp_path: Path, tied_model: Path) -> None:
+    """Contract: more tenants than slots are refused by name; a slot is free when its tenant ends; nothing of a tenant's
+    settings leads out of its directory or runs its code."""
+    one = deploy(tenants={"slots": 1})
+    waiting = one.join("alice", ALICE)
+    for path in (waiting / "rollouts").glob("step_[123]"):
+        path.rename(path.with_name(f"later_{path.name}"))
+    one.run(lambda: len(support.hashes(waiting)) > 1)
+    one.join("bob", BOB)
+    one.run(lambda: one.outcomes.get("bob") is not None)
+    assert one.outcomes["bob"] == "failed: all 1 slots are taken, by alice"
+    for path in (waiting / "rollouts").glob("later_*"):
+        path.rename(path.with_name(path.name.removeprefix("later_")))
+    one.run(lambda: one.outcomes["alice"] == "finished")
+    one.join("bob", BOB)
+    assert one.run_to_the_end()["bob"] == "finished"
+
+    away = {"ckpt": {"output_dir": "/tmp", "interval": 3}, "weights": {"host": "x"}, "output_dir": "/", "lora": None}
+    mine = tenant_config(one.config, tmp_path, ALICE | away | {"monitor": {"wandb": {"dir": "/tmp"}}})
+    assert mine.ckpt is not None
+    assert mine.monitor.wandb is not None
+    assert (mine.ckpt.output_dir, mine.ckpt.interval, str(mine.monitor.wandb.dir)) == (None, 3, "logs")
+    assert (mine.weights.host, mine.output_dir, mine.lora) == (None, tmp_path, LoRAConfig(**LORA))
+    with pytest.raises(UserError, match="runs no code"):
+        tenant_config(one.config, tmp_path, ALICE | {"loss": {"type": "custom", "path": "os:getcwd"}})
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_micro_batches_that_are_computed_together(world: World, tied_model: Path, broken: bool) -> None:
+    """Contract: grouped, as on GPUs, they give a tenant the gradients that it has alone, whatever the others hold."""
+    policy = build_policy(find_model(str(tied_model)), TrainerModel(), world, lora=LoRAConfig(**LORA), slots=3)
+    views = [SlotPolicy(policy, slot) for slot in (0, 2)]
+    batches = [collate(support.random_documents(lengths), 1) for lengths in ((20, 30), (7, 11, 40))]
+    for view in views:
+        initialize(view, world, 5 + view.slot)
+        for name, parameter in view.lm.named_parameters():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(parameter.to_local(), std=0.1)
+    want, losses = [], []
+    for view, batch in zip(views, batches, strict=True):
+        loss, _ = view(batch, cross_entropy)
+        loss.backward()
+        losses.append(loss.item())
+        want.append({name: p.grad.full_tensor().clone() for name, p in view.lm.named_parameters()})
+    policy.zero_grad(set_to_none=True)
+    if broken:
+        next(view for view in views[1].parameters()).data.fill_(torch.nan)
+    policy.slots.grouped = True
+    policy.slots.assign({0: 50, 2: 58}, world.device)
+    outcomes = policy.forward_parts([(batch, cross_entropy) for batch in batches])
+    assert outcomes[0][0].item() == pytest.approx(losses[0], rel=1e-6)
+    torch.stack([loss for loss, _ in outcomes]).sum().backward()
+    for view, gradients in list(zip(views, want, strict=True))[: 1 if broken else 2]:
+        for name, parameter in view.lm.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradients[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+@given(costs=st.lists(st.floats(0.1, 10), min_size=30, max_size=60), heavy=st.sampled_from([1.0, 2.0, 4.0]))
+def test_turns_are_fair(costs: list[float], heavy: float) -> None:
+    """Contract: who always waits gets time in proportion to its weight, to within a micro-batch each; who comes back is
+    next, and is owed nothing; who has a limit waits."""
+    queue, spent = FairQueue(TenantsConfig(weights={"a": heavy})), {"a": 0.0, "b": 0.0}
+    for cost in costs:
+        name = queue.next(["a", "b"], 0.0)
+        assert name is not None
+        queue.charge(name, cost)
+        spent[name] += cost
+        assert abs(spent["a"] / heavy - spent["b"]) <= max(costs) * (1 + 1 / heavy)
+    assert queue.next(["a", "b", "c"], 0.0) in ("a", "b", "c")
+    turns = []
+    for cost in costs[:4]:
+        turns.append(queue.next(["a", "b", "c"], 0.0))
+        queue.charge(turns[-1], cost)
+    assert "c" in turns[:3]
+
+    paced = FairQueue(TenantsConfig(limits={"a": 0.25}))
+    assert paced.next(["a"], 10.0) == "a"
+    paced.charge("a", 1.0)
+    paced.pace("a", 2.0, 12.0)
+    assert paced.next(["a"], 17.9) is None
+    assert paced.next(["a", "b"], 17.9) == "b"
+    assert paced.next(["a"], 18.0) == "a"
