@@ -63,14 +63,7 @@ def error(got: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize(
     ("dtype", "tokens", "limits"), [(torch.bfloat16, 1000, (1e-3, 1e-2)), (torch.float32, 100, (1e-5, 1e-5))], ids=str
 )
-def test_against_float64(
-    dtype: torch.dtype,
-    tokens: int,
-    limits: tuple[float, float],
-    mode: str,
-    chunk: int,
-    random_head: tuple[Tensor, Tensor],
-) -> None:
+def test_against_float64(dtype, tokens, limits, mode, chunk, random_head):
     """Loss and gradients are within limits of float64 on the same inputs, entropy's gradient included.
 
     bfloat16 rounds a logit of 4 by up to 0.008: a token's probability ratio, and with it all of its gradient, is off by
@@ -91,9 +84,7 @@ def test_against_float64(
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)], ids=str)
-def test_a_capped_head_with_a_scale_and_a_bias(
-    dtype: torch.dtype, limit: float, random_head: tuple[Tensor, Tensor]
-) -> None:
+def test_a_capped_head_with_a_scale_and_a_bias(dtype, limit, random_head):
     """Loss and gradients, that of the bias included, are those of float64's logits, scaled and capped."""
     head, streams = inputs(random_head, 100, dtype)
     bias = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(4)).to(GPU, dtype).requires_grad_()
@@ -109,7 +100,7 @@ def test_a_capped_head_with_a_scale_and_a_bias(
         assert error(got, gradient) < limit
 
 
-def test_rows_beyond_32_bits() -> None:
+def test_rows_beyond_32_bits():
     """A chunk of more than 2^31 logits: its last row is what it is alone, statistics and gradient."""
     size = 2**31 // VOCABULARY + 10
     row = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(3)).to(GPU, torch.bfloat16)
@@ -124,7 +115,7 @@ def test_rows_beyond_32_bits() -> None:
     assert torch.equal(d[-1], alone[0])
 
 
-def test_nothing_is_compiled_twice(random_head: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_twice(random_head, monkeypatch):
     """After the first micro-batch, others of any length and alignment compile no kernel and no graph."""
     import triton
 

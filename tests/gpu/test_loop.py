@@ -126,20 +126,20 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return output_dir, watch
 
 
-def test_the_host_does_not_wait(whole: tuple[Path, Watch]) -> None:
+def test_the_host_does_not_wait(whole):
     """Once it is warm, no step waits for the device, as far as torch notices: it does not notice the wait for the event
     by which the outcome of the step before is read."""
     assert len(set(whole[1].waits[2:])) == 1
 
 
-def test_nothing_is_compiled_again(whole: tuple[Path, Watch]) -> None:
+def test_nothing_is_compiled_again(whole):
     """All is compiled before the first step: one document, forty, a few tokens, a full micro-batch."""
     graphs = whole[1].graphs
     assert graphs[0] > 0, "nothing was compiled"
     assert graphs == [graphs[0]] * STEPS
 
 
-def test_versions_are_what_was_trained(whole: tuple[Path, Watch]) -> None:
+def test_versions_are_what_was_trained(whole):
     """Every version holds the bytes of the weights after its step, copied while the next step was under way."""
     output_dir, watch = whole
     assert list_steps(output_dir / "weights") == list(range(STEPS + 1))
@@ -149,9 +149,7 @@ def test_versions_are_what_was_trained(whole: tuple[Path, Watch]) -> None:
     assert not torch.equal(*(version(output_dir, number)["model.embed_tokens.weight"] for number in (1, 2)))
 
 
-def test_a_saved_state_is_that_of_its_step(
-    run_training: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_saved_state_is_that_of_its_step(run_training, model, tmp_path, monkeypatch):
     """What is copied for a checkpoint beside the next step is copied before that step changes it, however slowly."""
     take = HostCopy.take
 

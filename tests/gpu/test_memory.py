@@ -75,7 +75,7 @@ def measured(source: Source, world: World, **settings: object) -> tuple[float, R
 
 
 @pytest.mark.parametrize("reshard", [False, True])
-def test_estimate_of_every_level(reshard: bool, source: Source, world: World) -> None:
+def test_estimate_of_every_level(reshard, source, world):
     """The peak allocation is within 10 % of the estimate; no level changes a number. Where weights stay, no level takes
     over 1 % more than the one before (else the peak of four layers is that of the last one's backward, which recomputes
     the more): `full` saves too little here, and what the last policy left may be freed while this one is measured."""
@@ -109,9 +109,7 @@ def assert_near(a: Results, b: Results) -> None:
 
 
 @pytest.mark.parametrize("level", ["none", "attention"])
-def test_offload_changes_no_number_and_frees(
-    level: str, source: Source, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offload_changes_no_number_and_frees(level, source, world, monkeypatch):
     """Loss and gradient norm of two steps; the peak falls (unless it is a single block's); host memory is reused."""
     for module in (activations, memory):
         monkeypatch.setattr(module, "LAG", 1)  # else none of four layers would offload
@@ -123,7 +121,7 @@ def test_offload_changes_no_number_and_frees(
     assert offloaded < kept
 
 
-def test_automatic_settings_keep_a_limit(source: Source, world: World) -> None:
+def test_automatic_settings_keep_a_limit(source, world):
     """The fastest settings where there is room; with a limit, settings that keep it."""
     _, expected, plan, _ = measured(source, world)
     assert set(plan.settings.levels) == {"none"}

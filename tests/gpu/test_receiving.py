@@ -126,9 +126,7 @@ def check(read: Staging, version: int) -> None:
 
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("backend", ["files", *BACKENDS])
-def test_what_is_received_is_what_was_published(
-    publish: Callable[[int], Path], backend: str, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_what_is_received_is_what_was_published(publish, backend, subscriber, monkeypatch, place):
     """Contract: bit by bit, version after version, by the fastest way that the two have; without room on the GPU the
     host keeps it; chunks that go through pinned memory overwrite nothing that is still being copied; what is dropped
     takes no memory."""
@@ -150,13 +148,13 @@ def test_what_is_received_is_what_was_published(
     assert backends == ([] if backend == "files" else [backend if place == "device" else "tcp"] * 3)
 
 
-def test_other_bytes_are_rejected(trainer: Trainer, subscriber: Subscriber) -> None:
+def test_other_bytes_are_rejected(trainer, subscriber):
     """Contract: the checksums are of what the GPU holds; one byte that is not the version's, and nobody gets it."""
     with pytest.raises(ExchangeError, match=r"4\.c"):
         receive(trainer.publish(1, spoil=True), subscriber)
 
 
-def test_no_memory_of_the_trainers_is_held_between_two_versions(tmp_path: Path, subscriber: Subscriber) -> None:
+def test_no_memory_of_the_trainers_is_held_between_two_versions(tmp_path, subscriber):
     """Contract: a trainer that has died leaves its GPU's memory free, though servers live on."""
     trainer = Trainer(tmp_path / "weights", str(SERVER))
     receive(trainer.publish(1), subscriber)
@@ -166,9 +164,7 @@ def test_no_memory_of_the_trainers_is_held_between_two_versions(tmp_path: Path, 
     assert torch.cuda.mem_get_info(SERVER)[0] >= before + SIZE
 
 
-def test_the_trainer_is_killed_in_the_middle(
-    trainer: Trainer, subscriber: Subscriber, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_is_killed_in_the_middle(trainer, subscriber, tmp_path, monkeypatch):
     """Contract: the version is given up, or whole; what is served stays as it is, and a later version arrives."""
     served, directory, progress = receive(trainer.publish(1), subscriber), trainer.publish(2), Staging._progress
     with monkeypatch.context() as patch:

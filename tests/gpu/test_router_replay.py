@@ -1,8 +1,6 @@
 """Router replay against a real engine: what vLLM says it chose is what it computed with, over turns, cached prefixes
 and an update in flight. One server (60 to 130 s on an H100). Needs vLLM's CUDA build."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,6 @@ from conftest import launch_server
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.inference import compat
 from prime_rl.trainer.model import build_policy
-from prime_rl.trainer.parallel import World
 from prime_rl.trainer.router_replay import set_up
 from prime_rl.trainer.source import find_model
 from support.replaying import converse, documents_of, errors
@@ -27,7 +24,7 @@ CONVERSATIONS, PROMPT, REPLY = 24, 40, 80
 NOISE_MEAN, NOISE_MOST = 0.03, 0.5  # nats: kernels of two programs in bfloat16, on the same experts
 
 
-def test_the_trainer_computes_with_the_engines_experts(tmp_path: Path, world: World) -> None:
+def test_the_trainer_computes_with_the_engines_experts(tmp_path, world):
     """Contract: with replay the trainer's log-probabilities are the engine's up to kernels' noise, in a second turn and
     a branch, too; without, a token that noise sends to another expert is further off. A request that an update
     interrupts has the experts of all its tokens."""

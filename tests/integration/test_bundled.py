@@ -61,7 +61,7 @@ def _turn(prompt: str) -> int:
     return prompt.count("<|im_start|>user\n") - 1
 
 
-async def test_a_benchmark(world: World) -> None:
+async def test_a_benchmark(world):
     """A benchmark's package judges here as elsewhere: equal expressions are right."""
     for answer, reward in ((r"so \boxed{0.5}", 1.0), (r"\boxed{2}", 0.0), ("a half", 0.0)):
         result = await world.play("math500", 0, lambda prompt, answer=answer: answer)
@@ -92,9 +92,7 @@ def _cheat(prompt: str) -> str:
         (1, _cheat, {"player_2": [0]}, 2.0),  # JQ-2: who opens with nonsense loses; the other never spoke
     ],
 )  # all games: tests/unit/bundled/test_kuhn_poker.py
-async def test_poker(
-    world: World, task: int, reply: Callable[[str], str], turns: dict[str, list[int]], chips: float
-) -> None:
+async def test_poker(world, task, reply, turns, chips):
     """Each seat gets its own chips with its own tokens, whichever acts first; a player sees only its own card."""
     result = await world.play("kuhn-poker", task, reply)
     assert result.ok, result.message
@@ -108,7 +106,7 @@ async def test_poker(
     assert f"Your card is {deal.cards[deal.first]}. You act first." in text
 
 
-async def test_calculating(world: World) -> None:
+async def test_calculating(world):
     """The tool's definition reaches the prompt, its result the next; the right number earns all; one exact sample."""
     problem = word_problems("train", 4)[3]
     told: list[str] = []

@@ -100,9 +100,7 @@ async def endure(directory: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int
     ("seed", "steps", "pause"),
     [(1, 8, 1.5), *(pytest.param(seed, 40, 3.0, marks=pytest.mark.slow) for seed in range(3))],
 )
-async def test_a_run_survives_its_environments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, steps: int, pause: float
-) -> None:
+async def test_a_run_survives_its_environments(tmp_path, monkeypatch, seed, steps, pause):
     """Contract: a run of so many steps, with a fault every second or so, ends right: every episode ended once, as the
     ledger, the batches and the pool say alike."""
     run, pool = tmp_path / "run", await endure(tmp_path, monkeypatch, steps=steps, seed=seed, pause=pause)

@@ -63,7 +63,7 @@ def pids(pool: EnvPool) -> set[int]:
     return {worker.child.pid for worker in pool.workers.values()}
 
 
-async def test_workers_are_added_while_episodes_wait(tmp_path: Path) -> None:
+async def test_workers_are_added_while_episodes_wait(tmp_path):
     """The workers there are run as many as fit; more than that start others, up to `max_workers`."""
     env = stub(tmp_path, {"slow": 1000.0}, max_concurrent=2, max_workers=3)
     async with serving(tmp_path, env) as pool:
@@ -80,7 +80,7 @@ async def test_workers_are_added_while_episodes_wait(tmp_path: Path) -> None:
         assert pool.restarts == 0
 
 
-async def test_workers_follow_their_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_workers_follow_their_load(tmp_path, monkeypatch):
     """Busy workers and idle cores: more start though slots are free; workers not needed end after their episodes."""
     monkeypatch.setattr(pool_module, "cores", lambda: 4)
     monkeypatch.setattr(pool_module, "IDLE_SECONDS", 0.5)
@@ -100,7 +100,7 @@ async def test_workers_follow_their_load(tmp_path: Path, monkeypatch: pytest.Mon
         assert pool.restarts == 0
 
 
-async def test_the_queue_for_a_full_worker(tmp_path: Path) -> None:
+async def test_the_queue_for_a_full_worker(tmp_path):
     """Nobody is overtaken. The wait takes none of an episode's time: together these take longer than one may."""
     async with serving(tmp_path, stub(tmp_path, {"seconds": 0.15}, max_concurrent=1)) as pool:
         order: list[int] = []
@@ -113,7 +113,7 @@ async def test_the_queue_for_a_full_worker(tmp_path: Path) -> None:
         assert order == list(range(12))
 
 
-async def test_a_slot_that_never_comes(tmp_path: Path) -> None:
+async def test_a_slot_that_never_comes(tmp_path):
     """The wait for a slot has a deadline, by the time of those before it; the episode may be tried again."""
     async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0}, max_concurrent=1)) as pool:
         has_one = asyncio.create_task(run(pool, TASKS - 1, "a"))
@@ -125,7 +125,7 @@ async def test_a_slot_that_never_comes(tmp_path: Path) -> None:
         has_one.cancel()
 
 
-async def test_what_is_cancelled_together_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_cancelled_together_is_not_begun(tmp_path, monkeypatch):
     """Of episodes that are cancelled at once, those that wait do not get the slots of those that had one."""
     async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0}, max_concurrent=1)) as pool:
         sent, send = list[str](), pool._send
@@ -143,7 +143,7 @@ async def test_what_is_cancelled_together_is_not_begun(tmp_path: Path, monkeypat
         assert sent == ["Run", "Cancel"]
 
 
-async def test_a_closed_pool_answers(tmp_path: Path) -> None:
+async def test_a_closed_pool_answers(tmp_path):
     """Neither those who wait for a worker nor those who have one wait for their deadline."""
     async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0}, max_concurrent=1)) as pool:
         has_one, waits = (asyncio.create_task(run(pool, TASKS - 1, name)) for name in "ab")
@@ -156,7 +156,7 @@ async def test_a_closed_pool_answers(tmp_path: Path) -> None:
             await run(pool)
 
 
-async def test_a_stopped_worker_ends_with_its_pool(tmp_path: Path) -> None:
+async def test_a_stopped_worker_ends_with_its_pool(tmp_path):
     """Contract: also where the end of the pool is not waited for."""
     async with serving(tmp_path, stub(tmp_path)) as pool:
         (worker,) = pids(pool)
@@ -168,7 +168,7 @@ async def test_a_stopped_worker_ends_with_its_pool(tmp_path: Path) -> None:
         assert identify(worker) is None
 
 
-async def test_equal_environments_share_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_equal_environments_share_workers(tmp_path, monkeypatch):
     """An environment that is trained on and evaluated is loaded once; results bear the name that was asked for. Other
     arguments or promised secrets: other workers, which alone get them."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-for-the-judge")
@@ -209,7 +209,7 @@ async def two(pool: EnvPool, directory: Path, deed: str) -> tuple[EpisodeResult,
     return await run(pool, 0, "offending"), await neighbour
 
 
-async def test_what_is_its_own_alone(tmp_path: Path) -> None:
+async def test_what_is_its_own_alone(tmp_path):
     """It costs the episode its result at most; its worker goes on with the others. What is no result is named."""
     async with serving(tmp_path, stub(tmp_path, {"slow": 0.3})) as pool:
         (worker,) = workers = pids(pool)
@@ -226,7 +226,7 @@ async def test_what_is_its_own_alone(tmp_path: Path) -> None:
         await until(lambda: not identify(stray))  # a daemon in a session of its own
 
 
-async def test_what_costs_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_costs_the_worker(tmp_path, monkeypatch):
     """A worker that dies, hangs, or whose messages are none, is replaced; the episode in whose code it died fails, the
     others may be tried again. However often that comes in a row: it is no failure to load."""
     monkeypatch.setattr(pool_module, "MAX_DEATHS", 2)
@@ -241,7 +241,7 @@ async def test_what_costs_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(said in log for said in ("Segmentation fault", "Timeout (0:00:02.5", "in _loop"))
 
 
-async def test_deadline_holds_when_the_worker_is_blocked(tmp_path: Path) -> None:
+async def test_deadline_holds_when_the_worker_is_blocked(tmp_path):
     """The pool answers by the deadline (and its grace) even when the worker's own timer cannot run."""
     async with serving(tmp_path, stub(tmp_path, {"blocks": 600.0})) as pool:
         before = pids(pool)
@@ -250,7 +250,7 @@ async def test_deadline_holds_when_the_worker_is_blocked(tmp_path: Path) -> None
         await until(lambda: pids(pool).isdisjoint(before))
 
 
-async def test_every_fault_of_a_worker_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_fault_of_a_worker_is_an_outcome(tmp_path, monkeypatch):
     """Killed with a result in hand; a result lost, doubled or failed: one episode lost at most, counted once."""
     # The nth match of a point meets its nth fault.
     deeds = ("kill", "drop", "duplicate", "error")
@@ -265,7 +265,7 @@ async def test_every_fault_of_a_worker_is_an_outcome(tmp_path: Path, monkeypatch
         assert pool.restarts == 2
 
 
-async def test_a_kill_at_the_start(tmp_path: Path) -> None:
+async def test_a_kill_at_the_start(tmp_path):
     """SIGKILL while it loads is no fault of the environment: it is started again."""
     pool = EnvPool([stub(tmp_path)], model="none", base_url="", api_key=None, output_dir=tmp_path / "out")
     starting = asyncio.create_task(pool.start(SECONDS))
@@ -286,9 +286,7 @@ async def test_a_kill_at_the_start(tmp_path: Path) -> None:
         ("echo about to exit; exit 1", "'stub' died 2 times in a row .*failed with exit status 1\n.*about to exit"),
     ],
 )  # fmt: skip
-async def test_crash_loop_ends_the_pool(
-    tmp_path: Path, script: str | None, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_crash_loop_ends_the_pool(tmp_path, script, message, monkeypatch):
     """A worker that keeps dying without an episode is an error of the run, which quotes the log."""
     monkeypatch.setattr(pool_module, "MAX_DEATHS", 2)
     python = tmp_path / "python-of-its-own"

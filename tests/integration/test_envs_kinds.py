@@ -81,7 +81,7 @@ def _reset(world: PoolWorld) -> None:
     world.engine.reply = lambda prompt: "olleh"
 
 
-async def test_side_by_side(world: PoolWorld) -> None:
+async def test_side_by_side(world):
     """Episodes of every kind run at once, against one engine, and are what each kind makes of them."""
     names = ["reverse-text", "guess", "guess-apart", "reverse-classic", "two"]
     results = dict(zip(names, await asyncio.gather(*(world.run(name) for name in names)), strict=True))
@@ -95,7 +95,7 @@ async def test_side_by_side(world: PoolWorld) -> None:
     }  # fmt: skip
 
 
-async def test_classic_single_turn(world: PoolWorld) -> None:
+async def test_classic_single_turn(world):
     """Tokens are the engine's; the rubric's functions are rewards and metrics."""
     engine = world.engine
     result = await world.run("reverse-classic", seed=5)
@@ -109,7 +109,7 @@ async def test_classic_single_turn(world: PoolWorld) -> None:
     assert result.completion == "olleh"
 
 
-async def test_classic_turns(world: PoolWorld) -> None:
+async def test_classic_turns(world):
     """The second turn extends the ids of the first, also when that was cut; one that starts over is a sample of its
     own. `max_turns` cuts a conversation short, which is said; the environment's own end is none that cuts; who asks
     nothing gives nothing."""
@@ -132,7 +132,7 @@ async def test_classic_turns(world: PoolWorld) -> None:
     assert "no sampled tokens" in silent.message
 
 
-async def test_classic_faults_are_outcomes(world: PoolWorld) -> None:
+async def test_classic_faults_are_outcomes(world):
     """A reward that raises is not a 0, unless its weight is; no number, and an engine's failure, are named."""
     engine = world.engine
     raised = await world.run("raises")
@@ -148,7 +148,7 @@ async def test_classic_faults_are_outcomes(world: PoolWorld) -> None:
     assert (refused.outcome, refused.samples) == (Outcome.ENGINE_REFUSED, [])
 
 
-async def test_classic_deadline_and_cancellation(world: PoolWorld) -> None:
+async def test_classic_deadline_and_cancellation(world):
     """The deadline holds where the environment waits; a cancelled episode leaves no request, and the worker goes on."""
     engine = world.engine
     assert (await world.run("slow", seconds=0.5)).outcome is Outcome.TIMEOUT
@@ -172,9 +172,7 @@ async def test_classic_deadline_and_cancellation(world: PoolWorld) -> None:
         ({"kind": "no-eval", "split": "eval"}, r"no tasks of its own for evaluation"),
     ],
 )
-async def test_classic_that_cannot_be_used(
-    args: dict[str, Any], message: str, python: str, world: PoolWorld, tmp_path: Path
-) -> None:
+async def test_classic_that_cannot_be_used(args, message, python, world, tmp_path):
     """Refused when it is loaded, with the reason."""
     with pytest.raises(UserError, match=message):
         async with open_pool([classic(python, **args)], world.engine.model, tmp_path):

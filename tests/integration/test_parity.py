@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ def compared(inference_server: InferenceServer, tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.slow
-def test_families_in_vllm(tmp_path: Path) -> None:
+def test_families_in_vllm(tmp_path):
     """Contract: after an update a hybrid's convolutions are the new ones; vLLM keeping old weights is refused."""
     rows, script = tmp_path / "rows.json", Path(__file__).parents[2] / "scripts" / "check_served.py"
     subprocess.run([sys.executable, script, "--rows", rows, "--only", "falcon_h1", "--only", "gpt_oss"], check=True)
@@ -49,7 +48,7 @@ def layers(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("layer ")]
 
 
-def test_the_bundled_model_is_sound(compared: tuple[Path, str]) -> None:
+def test_the_bundled_model_is_sound(compared):
     """Contract: in float32 server and trainer agree to 1e-4 on what the server sampled; layers are transformers'."""
     directory, printed = compared
     result = json.loads((directory / "parity.json").read_text())
@@ -82,9 +81,7 @@ def another_head(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize("change", [scale, another_head])
-def test_another_model_of_the_same_shape_is_not_sound(
-    compared: tuple[Path, str], tiny_model: Path, tmp_path: Path, change: Callable[[Tensors], None]
-) -> None:
+def test_another_model_of_the_same_shape_is_not_sound(compared, tiny_model, tmp_path, change):
     """Contract: a server that sampled from something else than the trainer's files is found, and named."""
     model = shutil.copytree(tiny_model, tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
@@ -96,9 +93,7 @@ def test_another_model_of_the_same_shape_is_not_sound(
     assert result["gaps"][parity_scorer.TRAINED]["largest"] < 1e-4
 
 
-def test_a_trainer_that_computes_something_else_is_not_sound(
-    compared: tuple[Path, str], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_that_computes_something_else_is_not_sound(compared, tiny_model, tmp_path, monkeypatch):
     """Contract: where the trainer's head leaves a scale out it is the trainer that is named, and no layer of it."""
 
     def scaled(*arguments: Any) -> MicroBatch:
@@ -112,9 +107,7 @@ def test_a_trainer_that_computes_something_else_is_not_sound(
     assert not any("wrong" in line for line in layers(result["lines"]))
 
 
-def test_where_the_trainer_begins_to_differ(
-    compared: tuple[Path, str], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_trainer_begins_to_differ(compared, tiny_model, tmp_path, monkeypatch):
     """Contract: the first layer that is marked is the one that is computed otherwise."""
     build = parity_scorer.build_policy
 
@@ -128,7 +121,7 @@ def test_where_the_trainer_begins_to_differ(
     assert [line.endswith("wrong") for line in layers(result["lines"])] == [False, True, True]
 
 
-def test_rounding_is_no_fault(compared: tuple[Path, str], tiny_model: Path, tmp_path: Path) -> None:
+def test_rounding_is_no_fault(compared, tiny_model, tmp_path):
     """Contract: in bfloat16 the trainer exceeds float32's tolerance, but not transformers' error: it is sound."""
     result = judged(compared, tmp_path, tiny_model, "--trainer.model.dtype", "bfloat16", "--layers")
     assert result["gaps"][parity_scorer.ENGINES]["mean"] > LEAST_MEAN

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceSe
         yield server
 
 
-def test_the_trainer_computes_with_the_engines_experts(moe_server: InferenceServer) -> None:
+def test_the_trainer_computes_with_the_engines_experts(moe_server):
     """Contract: over turns, a branch, requests that run together and an update in flight the choices that come back are
     those of the engine: replayed they give its log-probabilities, others do not."""
     prompts = np.random.default_rng(0).integers(0, 256, (4, 20)).tolist()
@@ -48,7 +47,7 @@ def test_the_trainer_computes_with_the_engines_experts(moe_server: InferenceServ
     close_world()
 
 
-def test_parity_with_replay(moe_server: InferenceServer, tmp_path: Path) -> None:
+def test_parity_with_replay(moe_server, tmp_path):
     """Contract: `rl parity` replays what the server says, and is not sound where that is wrong for one token."""
     words = ["--model.name", str(moe_server.model), "--device", "cpu", "--router-replay", "--replies", "4"]
     config = parse(ParityConfig, [*words, "--client.base-url", moe_server.base_url], {})

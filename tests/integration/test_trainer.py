@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import tomli_w
 
 from conftest import make_tiny_model
-from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics, read_status
 from prime_rl.monitor.monitor import metrics_path
@@ -36,7 +34,7 @@ def write_config(output_dir: Path, model: Path, /, **settings: object) -> Path:
     return path
 
 
-def test_two_ranks(run_training: Callable[[TrainerConfig], None], tied_model: Path, tmp_path: Path) -> None:
+def test_two_ranks(run_training, tied_model, tmp_path):
     """Two gloo ranks give the losses, norms and weights of one, to float32 rounding, also if a rank has no work; each
     reports that it is alive; waiting ranks agree to stop if only the one that does not look is asked; two ranks'
     checkpoints, written beside the loop, are whole, and one rank goes on from them."""
@@ -72,7 +70,7 @@ def test_two_ranks(run_training: Callable[[TrainerConfig], None], tied_model: Pa
 
 
 @pytest.mark.slow
-def test_replicas(run_training: Callable[[TrainerConfig], None], tmp_path: Path) -> None:
+def test_replicas(run_training, tmp_path):
     """A model with experts gives one rank's losses, norms and weights on replicas of sharded ranks (2 × 2), on replicas
     of one rank (2 × 1), on more ranks than experts (1 × 4), resuming each other's checkpoints with the same weights."""
     model = make_tiny_model(tmp_path / "model", experts=3)
@@ -104,7 +102,7 @@ def test_replicas(run_training: Callable[[TrainerConfig], None], tmp_path: Path)
         assert references[1].logprobs == pytest.approx(references[0].logprobs, abs=1e-3)
 
 
-def test_ranks_that_cannot_be_divided() -> None:
+def test_ranks_that_cannot_be_divided():
     """Both numbers are named, before any rank waits for another."""
     with pytest.raises(UserError, match="1 ranks cannot form model.dp_replicate = 2 groups"):
         init_world("cpu", SECONDS, replicate=2)
@@ -115,7 +113,7 @@ def waits_for_step(output_dir: Path, step: int) -> bool:
     return status is not None and status.waiting is not None and status.waiting.subject == f"rollouts/step_{step}"
 
 
-def test_signal_while_training(tied_model: Path, tmp_path: Path) -> None:
+def test_signal_while_training(tied_model, tmp_path):
     """A signal ends the run after the current step: its weights and a checkpoint are committed, exit status 0."""
     fake = {"fake": {"batch_size": 8}}
     config = write_config(tmp_path, tied_model, data=fake, ckpt={"interval": "None"})
@@ -131,7 +129,7 @@ def test_signal_while_training(tied_model: Path, tmp_path: Path) -> None:
     assert read_status(tmp_path)["trainer"].outcome == "stopped"
 
 
-def test_second_signal(tied_model: Path, tmp_path: Path) -> None:
+def test_second_signal(tied_model, tmp_path):
     """A second signal does not wait for anything."""
     fake = {"fake": {"batch_size": 4000}}  # a step of many seconds
     with Command("trainer", "@", write_config(tmp_path, tied_model, data=fake), log=tmp_path / "log") as command:

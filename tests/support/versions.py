@@ -94,9 +94,6 @@ def open_run(transport: str, world: World, policy: Policy, model: Path, root: Pa
             incarnation.close()
 
 
-# ---- several ranks
-
-
 def rank(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -> None:
     """An incarnation of a rank. Rank 0 compares the base with its files, and each version with what torch gathers."""
     torch.set_num_threads(1)

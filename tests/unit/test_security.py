@@ -3,13 +3,12 @@
 import re
 import sys
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 from pydantic import ValidationError
 
-from prime_rl.config import BaseConfig, InferenceConfig, OrchestratorConfig, RLConfig, parse, to_toml
+from prime_rl.config import InferenceConfig, OrchestratorConfig, RLConfig, parse, to_toml
 from prime_rl.config.base import has_mark, settings
 from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.shared import EnvConfig, MonitorConfig, WandbConfig
@@ -39,7 +38,7 @@ UNPICKLING = [
 RESTRICTED = {"environments/livecodebench/tests.py"}
 
 
-def test_nothing_is_unpickled() -> None:
+def test_nothing_is_unpickled():
     """Contract: what comes from another process or a file is data, never code; the check can fail."""
     paths = [path for room in ("src", "environments") for path in (ROOT / room).rglob("*.py")]
     files = {path.relative_to(ROOT).as_posix(): path for path in paths}
@@ -51,7 +50,7 @@ def test_nothing_is_unpickled() -> None:
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_settings_that_hold_keys_are_marked(cls: type[BaseConfig]) -> None:
+def test_settings_that_hold_keys_are_marked(cls):
     """Contract: a setting named like a secret is marked (not shown or written), or names a variable; no remote code."""
     for setting in settings(cls):
         keys, name = setting.keys, setting.keys[-1]
@@ -61,7 +60,7 @@ def test_settings_that_hold_keys_are_marked(cls: type[BaseConfig]) -> None:
             assert setting.field.default is False, keys
 
 
-def test_the_key_reaches_those_who_need_it_by_environment() -> None:
+def test_the_key_reaches_those_who_need_it_by_environment():
     """Contract: server and orchestrator get it as a variable, the trainer not; no command line or file holds it."""
     environments = [TrainingEnv(id="reverse-text")]
     config = RLConfig(
@@ -77,7 +76,7 @@ def test_the_key_reaches_those_who_need_it_by_environment() -> None:
     assert not any(KEY in text for text in (*shown, str(error.value)))
 
 
-def test_wandb_is_shown_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_shown_no_keys(tmp_path, monkeypatch):
     """Contract: the configuration that W&B displays has no text under names of secrets, as environments' arguments."""
     wandb = MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -100,7 +99,7 @@ def test_wandb_is_shown_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ({"answer_key": "answer", "stop_token": "</s>", "max_tokens": 3}, False),
     ],
 )
-def test_a_key_among_an_environments_arguments_is_refused(args: dict[str, Any], refused: bool) -> None:
+def test_a_key_among_an_environments_arguments_is_refused(args, refused):
     """Written to configs/ and shown; the message leads to `secrets` without the key. What only sounds alike passes."""
     if not refused:
         assert EnvConfig(id="x", args=args).args == args

@@ -78,9 +78,7 @@ class Conversation:
                 break
         known = 0 if extended is None else len(extended.ids)
         try:
-            answer = await self._engine.generate(
-                self._base_url, messages, tools, prompt, self._sampling, computed=known
-            )
+            answer = await self._engine.generate(self._base_url, messages, tools, prompt, self._sampling, known)
         except CallFailed as error:
             if error.outcome is Outcome.PROMPT_TOO_LONG and self.turns:
                 return None
@@ -139,8 +137,7 @@ class ConversationEnv:
 
     async def run(self, run: Run) -> EpisodeResult:
         """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
-        settings = request_settings(run.sampling, run.policy_version)
-        conversation = Conversation(self.engine, run.base_url, settings)
+        conversation = Conversation(self.engine, run.base_url, request_settings(run.sampling, run.policy_version))
         result = EpisodeResult(run.episode_id, self.setup.name, run.task_id, Outcome.OK)
         used: Sequence[Turn] = conversation.turns
         try:
@@ -308,8 +305,7 @@ class EngineConnection:
 
     async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> SimpleNamespace:
         headers = (options or {}).get("headers")
-        own = self._own_route and body["sampling_params"].keys() <= _SAMPLE_PARAMS
-        if own:
+        if self._own_route and body["sampling_params"].keys() <= _SAMPLE_PARAMS:
             try:
                 return await self._request("POST", url.removesuffix(_TOKEN_ROUTE) + _SAMPLE_ROUTE, body, headers)
             except CallFailed as error:

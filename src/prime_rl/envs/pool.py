@@ -261,8 +261,6 @@ class EnvPool:
     def _ready(self, worker_set: WorkerSet) -> list[Worker]:
         return [worker for worker in self.of(worker_set) if worker.ready and not worker.draining and not worker.ending]
 
-    # ---- episodes
-
     def tasks(self, env: str) -> list[TaskInfo]:
         """The tasks of an environment, in its own order."""
         return self.sets[env].tasks
@@ -326,8 +324,6 @@ class EnvPool:
             request.worker, request.deadline = worker, time.monotonic() + request.message.timeout + GRACE_SECONDS
             self._send(worker, request.message)
 
-    # ---- how many
-
     async def _keep_adjusting(self) -> None:
         while True:  # bounded: `close` cancels it
             await asyncio.sleep(ADJUST_SECONDS)
@@ -366,8 +362,6 @@ class EnvPool:
                 logger.info("worker {} is not needed any more: it ends after its last episode", worker.identity)
         for _ in range(wanted - staying):
             self._start_worker(worker_set)
-
-    # ---- supervision
 
     def _start_worker(self, worker_set: WorkerSet) -> None:
         """Start a process, `python -m prime_rl.envs.worker`, and its supervisor."""
@@ -424,8 +418,6 @@ class EnvPool:
         del self.workers[worker.identity]
         self._adjust(worker_set)
 
-    # ---- messages
-
     async def _receive(self) -> None:
         while True:
             frames = await self._socket.recv_multipart()  # bounded: owed by no one; `exit_reason` finds late workers
@@ -465,7 +457,6 @@ class EnvPool:
             self._socket.send_multipart(frames)  # bounded: done at once, there is room for any number (SNDHWM 0)
 
 
-# ---- how many workers
 def workers_wanted(
     *, workers: int, starting: int, use: float, episodes: int, slots: int, min_workers: int, max_workers: int, free: int
 ) -> int:

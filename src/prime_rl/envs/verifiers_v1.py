@@ -87,12 +87,11 @@ class VerifiersEnv:
         try:
             self._env = vf.load_environment(config)
             random.seed(0)  # of an endless taskset every worker is to draw the same first tasks
-            limit = None if self._env.taskset.bounded else ENDLESS_TASKS
-            self._tasks = list(itertools.islice(self._env.taskset, limit))
+            self.bounded: bool = self._env.taskset.bounded
+            self._tasks = list(itertools.islice(self._env.taskset, None if self.bounded else ENDLESS_TASKS))
             random.seed()
             if not self._tasks:
                 raise ValueError("it has no tasks")
-            self.bounded: bool = self._env.taskset.bounded
             self.task_ids = unique(task.key for task in self._tasks)
             shows = self._engine.renderer if self._engine and setup.demonstration else None
             self._show = functools.partial(_hint, shows, setup)
@@ -148,8 +147,7 @@ class VerifiersEnv:
 
 
 def _env_config(setup: Setup) -> Any:
-    known = set(taskset_config_type(setup.env_id).model_fields) - {"id"}
-    check_arguments(setup.env_id, setup.args, known)
+    check_arguments(setup.env_id, setup.args, taskset_config_type(setup.env_id).model_fields.keys() - {"id"})
     taskset = {"id": setup.env_id, **setup.args}
     try:
         bare = vf.resolve_env_config({"taskset": taskset})

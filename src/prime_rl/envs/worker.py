@@ -150,8 +150,7 @@ class WorkerServer:
 
     async def _receive(self, env: Adapter, setup: Setup, group: asyncio.TaskGroup) -> None:
         while True:
-            frame = await self._socket.recv()  # bounded: the next command is the pool's to give; SIGTERM ends it
-            match decode(frame):
+            match decode(await self._socket.recv()):  # bounded: the next command is the pool's; SIGTERM ends it
                 case Run() as run:
                     context = contextvars.copy_context()  # tasks that the episode starts inherit it
                     context.run(_request.set, run.request)

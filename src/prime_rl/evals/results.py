@@ -70,8 +70,6 @@ class EvalResults:
     output_tokens: int = 0
     _file: JsonLines | None = None
 
-    # -- the file ------------------------------------------------------------------------------------------------------
-
     def open(self, directory: Path, settings: Mapping[str, Any], clean: bool = False, replace: bool = False) -> None:
         """Go on with the results in `directory`, or begin anew with `clean`. Needs `close`.
         Raises UserError: they were made with other settings, or are damaged.
@@ -125,8 +123,6 @@ class EvalResults:
         if self._file is not None:
             self._file.close()
         self._file = None
-
-    # -- the numbers ---------------------------------------------------------------------------------------------------
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -187,8 +183,6 @@ class EvalResults:
         """The metrics by the names that they have in logs: `eval/<env>/…`."""
         return {f"eval/{self.plan.env}/{name}": value for name, value in self.metrics().items()}
 
-    # -- shown to people and programs ----------------------------------------------------------------------------------
-
     def line(self) -> str:
         """How far it is, and how well it went: `env 3/8: avg@2 0.5, 1 failed`."""
         name = f"avg@{self.k}"
@@ -233,9 +227,6 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in settings.items():
         table |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return table
-
-
-# -- the report --------------------------------------------------------------------------------------------------------
 
 
 def write_report(results: Sequence[EvalResults], skipped: Mapping[int, str], config: "EvalConfig") -> Path:

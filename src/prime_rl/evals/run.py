@@ -228,8 +228,6 @@ class Evaluation:
         directory = self._config.output_dir / "evals"
         return f"{count} scored attempts are kept in {directory}: the same command goes on from there"
 
-    # -- which versions ------------------------------------------------------------------------------------------------
-
     async def _policies(self, directory: Path) -> AsyncIterator[WeightsManifest | None]:
         """Yield the base (None) and the versions to evaluate, in order; with `follow` until the run has ended."""
         config = self._config
@@ -291,9 +289,6 @@ class Evaluation:
         return None
 
 
-# -- what is evaluated -------------------------------------------------------------------------------------------------
-
-
 def _chosen(config: EvalConfig, committed: Sequence[int]) -> list[int]:
     return [version for version in committed if version != BASE and version % (config.interval or 1) == 0]
 
@@ -312,9 +307,6 @@ def check_versions(config: EvalConfig) -> None:
             f"weights_dir: there is no version {missing or 'to evaluate'} in {directory} (there: {listed}); those of "
             "a run are in its weights/, and --follow waits for them"
         )
-
-
-# -- the servers -------------------------------------------------------------------------------------------------------
 
 
 async def way_of_asking(config: EvalConfig, on_wait: Callable[[str, str, float], None]) -> Literal["tokens", "chat"]:

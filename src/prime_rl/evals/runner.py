@@ -195,9 +195,6 @@ def wire_sampling(sampling: "SamplingConfig", seed: int, seq_len: int) -> dict[s
     return wire | ({"seed": seed} if sampling.seeded else {})
 
 
-# -- during a run ------------------------------------------------------------------------------------------------------
-
-
 class Evaluations:
     """The evaluations of one run. Each attempt's server is verified to have served the version it is logged for."""
 

@@ -88,7 +88,7 @@ def dlogits_(
     if use_triton(logits_CV):
         from prime_rl.trainer import triton_kernels
 
-        return triton_kernels.dlogits_(logits_CV, *rows, slope)
+        return triton_kernels.dlogits_(logits_CV, *rows, slope=slope)
     dtype = torch.promote_types(logits_CV.dtype, torch.float32)
     log_p = logits_CV.to(dtype) * inv_temperature_C[:, None] - log_z_C[:, None]
     p = torch.exp(log_p)

@@ -45,9 +45,6 @@ REMEDIES = (
 HOST_SHARE = 0.5  # most of the host's available memory that is offloaded to, unless that is asked for by name
 
 
-# ---- the model, the work, the settings
-
-
 @dataclass(frozen=True)
 class Shape:
     """What of a model, perhaps on the meta device, memory and time depend on; widths in elements.
@@ -148,9 +145,6 @@ class Settings:
         weights = "weights freed after forward" if self.reshard else "weights stay gathered"
         offloaded = f", {len(self.offloaded)} layers offloaded" if self.offloaded else ""
         return f"recompute {levels}, head in chunks of {self.head_chunk} tokens, {weights}{offloaded}"
-
-
-# ---- bytes
 
 
 @dataclass(frozen=True)
@@ -268,9 +262,6 @@ def forward_seconds(shape: Shape, job: Job) -> float:
     products = 2 * tokens * s.hidden * (2 * s.query + 2 * s.key_value + 3 * s.feed_forward) / PRODUCTS
     numbers = 4 * s.hidden + 2 * (s.query + s.key_value) + 3 * s.feed_forward + 2 * (s.chosen - 1) * s.hidden
     return products + tokens * numbers * job.itemsize / POINTWISE + s.query * tokens**2 / 4 / ATTENTION
-
-
-# ---- the choice
 
 
 @dataclass(frozen=True)

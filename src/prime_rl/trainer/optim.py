@@ -35,9 +35,6 @@ Settings = Mapping[str, Any]
 Steps = Mapping[nn.Parameter, Tensor]
 
 
-# ---- states, and what visits the device together
-
-
 class Elements(NamedTuple):
     """Elements [start, end) of this rank's part of a parameter or its gradient, counted row by row: views, flat."""
 
@@ -158,9 +155,9 @@ class ParameterGroup:
 
     def _kept(self, chunk: list[Elements]) -> list[Tensor]:
         """A chunk's states in the buffers, where they lie together."""
-        begin = self._offsets[chunk[0].parameter] + chunk[0].start
-        end = self._offsets[chunk[-1].parameter] + chunk[-1].end
-        return [buffer[begin:end] for buffer in self._buffers]
+        first, last = chunk[0], chunk[-1]
+        kept = slice(self._offsets[first.parameter] + first.start, self._offsets[last.parameter] + last.end)
+        return [buffer[kept] for buffer in self._buffers]
 
     def _slot(self) -> list[Tensor]:
         """Room on the device for the longest chunk."""
@@ -181,9 +178,6 @@ class ParameterGroup:
 
 def _aligned(elements: int) -> int:
     return -(-elements // _ALIGNED) * _ALIGNED
-
-
-# ---- the optimizer
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -214,18 +208,15 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> ShardedOptimizer:
     """Build the optimizer of a model's masters, which must be float32: at reinforcement-learning rates (1e-6) over 95 %
     of bfloat16 weights would not move at all. Raises UserError if the host has not enough memory."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    settings = {"lr": config.lr, "weight_decay": config.weight_decay}
-    groups = []
+    settings, groups = {"lr": config.lr, "weight_decay": config.weight_decay}, list[ParameterGroup]()
     beta1, beta2 = (config.betas1, config.betas2) if config.type == "adamw" else (0.9, 0.95)
     if config.type == "muon":
-        hidden = [(name, parameter) for name, parameter in named if is_hidden_matrix(name, parameter)]
-        if hidden:
+        if hidden := [(name, parameter) for name, parameter in named if is_hidden_matrix(name, parameter)]:
             groups.append(muon_group(hidden, {**settings, "momentum": config.momentum}, config.offload))
         named = [(name, parameter) for name, parameter in named if not is_hidden_matrix(name, parameter)]
-    others = {**settings, "beta1": beta1, "beta2": beta2, "eps": 1e-8}
-    names = "exp_avg", "exp_avg_sq"
-    if named:
-        groups.append(ParameterGroup([p for _, p in named], others, names, adamw, host=config.offload))
+    if others := [parameter for _, parameter in named]:
+        settings |= {"beta1": beta1, "beta2": beta2, "eps": 1e-8}
+        groups.append(ParameterGroup(others, settings, ("exp_avg", "exp_avg_sq"), adamw, host=config.offload))
     return ShardedOptimizer(groups)
 
 
@@ -270,8 +261,7 @@ def muon_group(named: Iterable[tuple[str, nn.Parameter]], settings: dict[str, fl
         _, rows, columns = parameter.shape
         total, size = local_part(parameter).numel(), rows * columns * max(1, _TOGETHER // (rows * columns))
         for start in range(0, total, size):
-            elements = Elements(parameter, start, min(start + size, total))
-            batches.append(_Batch([elements], rows // parts, columns))
+            batches.append(_Batch([Elements(parameter, start, min(start + size, total))], rows // parts, columns))
     parameters = [parameter for of_shape in matrices.values() for parameter in of_shape] + list(experts)
     rule, chunks = partial(_update_matrices, batches), [batch.elements for batch in batches]
     return ParameterGroup(parameters, settings, ["momentum_buffer"], rule, chunks, host=offload)
@@ -366,9 +356,6 @@ def _update_batch(settings: Settings, batch: _Batch, chunk: Chunk) -> Iterator[N
     updates = update.float().split([value.numel() for value in values])
     # The root mean square is then that of a typical AdamW update (Liu et al. 2025), whose learning rates serve.
     torch._foreach_add_(values, updates, alpha=-settings["lr"] * 0.2 * math.sqrt(max(rows, columns)))
-
-
-# ---- the learning rate, and clipping
 
 
 def learning_rate(config: SchedulerConfig, lr: float, step: int, max_steps: int | None) -> float:

@@ -194,9 +194,6 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return batch.map(lambda tensor: tensor.to(device, non_blocking=True))
 
 
-# ---- a step's data, prepared ahead
-
-
 @dataclass(frozen=True)
 class StepData:
     """One step: this rank's micro-batches, and what is known of all ranks' samples."""

@@ -74,9 +74,6 @@ def read_versions(weights_dir: Path) -> dict[int, int]:
     return versions
 
 
-# ---- the orchestrator's side
-
-
 def read_lease(output_dir: Path) -> Lease | None:
     """Return what servers may still read; None if there is no lease. Raises CommitError if the file is damaged."""
     path = output_dir / _LEASE

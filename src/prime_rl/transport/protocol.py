@@ -29,9 +29,6 @@ class Lease:
     version: int  # the oldest it may read
 
 
-# ---- which versions count
-
-
 def current_incarnation(incarnations: Mapping[int, int]) -> Incarnation:
     return Incarnation(max(incarnations), incarnations[max(incarnations)]) if incarnations else Incarnation()
 
@@ -67,9 +64,6 @@ def superseded_versions(versions: Mapping[int, int], incarnations: Mapping[int, 
     return sorted(versions.keys() - set(valid_versions(versions, incarnations)))
 
 
-# ---- what may be sampled and trained
-
-
 def may_batch(first: int, last: int, incarnation: int, incarnations: Mapping[int, int]) -> bool:
     """Return whether an episode sampled by versions `first` … `last` of `incarnation` may still be in a batch."""
     # `first > last`: servers went back while it ran. The scheduler cancels such episodes, so none should come here.
@@ -102,9 +96,6 @@ def may_start(step: int, version: int, async_level: int) -> bool:
 def too_old(step: int, first: int, max_off_policy_steps: int) -> bool:
     """Whether a sample whose oldest token is of version `first` may no longer be trained at `step`."""
     return step - first > max_off_policy_steps
-
-
-# ---- what is kept for whom
 
 
 def prunable(

@@ -12,7 +12,7 @@ import shutil
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,9 +109,6 @@ class WeightsManifest:
 _MANIFEST = TypeAdapter(WeightsManifest)
 
 
-# ---- what a manifest holds
-
-
 def reference_tokens(vocabulary: int) -> list[int]:
     """Return the fixed prompt for a model with so many token ids, drawn from all of them: no tokenizer is needed."""
     digests = (xxhash.xxh3_64_intdigest(f"canary/{place}".encode()) for place in range(REFERENCE_TOKENS))
@@ -120,8 +117,7 @@ def reference_tokens(vocabulary: int) -> list[int]:
 
 def chunks(size: int) -> list[tuple[int, int]]:
     """Return the start and end of every chunk of a tensor of so many bytes, which threads may hash side by side."""
-    starts = range(0, max(size, 1), HASH_CHUNK_BYTES)
-    return [(start, min(start + HASH_CHUNK_BYTES, size)) for start in starts]
+    return [(start, min(start + HASH_CHUNK_BYTES, size)) for start in range(0, max(size, 1), HASH_CHUNK_BYTES)]
 
 
 def hash_of_chunks(digests: Sequence[bytes]) -> str:
@@ -148,17 +144,9 @@ def manifest_extra(
     adapter: AdapterDescription | None = None,
 ) -> dict[str, Any]:
     """Return the `extra` of a version's manifest."""
-    return {
-        "reference": None if reference is None else asdict(reference),
-        "publisher": None if publisher is None else asdict(publisher),
-        "adapter": None if adapter is None else asdict(adapter),
-        "version": version,
-        "incarnation": incarnation,
-        "hash": version_hash(tensors),
-        "hash_chunk": HASH_CHUNK_BYTES,
-        "tensors": {name: vars(entry) for name, entry in tensors.items()},
-        "base": base,
-    }
+    identity = version, incarnation, version_hash(tensors), dict(tensors), base, Path()
+    manifest = WeightsManifest(*identity, reference, publisher, adapter)
+    return _MANIFEST.dump_python(manifest, exclude={"directory"}) | {"hash_chunk": HASH_CHUNK_BYTES}
 
 
 def weights_manifest(directory: Path, committed: Manifest | None = None) -> WeightsManifest:
@@ -170,10 +158,9 @@ def weights_manifest(directory: Path, committed: Manifest | None = None) -> Weig
     try:
         if "tensors" in extra and (extra.get("tmpfs") or extra.get("hash_chunk") != HASH_CHUNK_BYTES):
             raise CommitError(f"{directory} was written by another release of prime-rl, which this one cannot read")
-        manifest: WeightsManifest = _MANIFEST.validate_python({**extra, "directory": directory})
+        return _MANIFEST.validate_python({**extra, "directory": directory})
     except (ValueError, AttributeError) as error:
         raise CommitError(f"{directory} is committed, but not as a version of weights ({error})") from error
-    return manifest
 
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:
@@ -187,9 +174,6 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
         if unlike:
             raise UserError(f"{path} has {key} = {value}, which is not supported")
     return config
-
-
-# ---- verification
 
 
 def verify_weights(directory: Path) -> WeightsManifest:
@@ -280,9 +264,6 @@ def read_header(file: Path) -> dict[str, TensorRange]:
     if (end := max((tensor.stop for tensor in stored.values()), default=0)) > size:
         raise CommitError(f"{file} is truncated: {size} bytes of {end}")
     return stored
-
-
-# ---- writing
 
 
 def write_base_version(

@@ -96,9 +96,7 @@ CASES: list[tuple[str, str, list[dict[str, Any]], list[str], list[str]]] = [
 @pytest.mark.parametrize(
     ("id", "file", "rows", "keys", "answers"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES]
 )
-def test_rows_become_tasks(
-    id: str, file: str, rows: list[dict[str, Any]], keys: list[str], answers: list[str], tmp_path: Path
-) -> None:
+def test_rows_become_tasks(id, file, rows, keys, answers, tmp_path):
     """Contract: in the dataset's schema and from any kind of file, questions, answers and ids are the dataset's."""
     tasks = load(id, data=write(tmp_path / file, rows))
     assert [task.data.answer for task in tasks] == answers
@@ -109,7 +107,7 @@ def test_rows_become_tasks(
         assert r"\boxed{}" in task.data.system_prompt
 
 
-def test_ids_do_not_depend_on_the_rows_around(tmp_path: Path) -> None:
+def test_ids_do_not_depend_on_the_rows_around(tmp_path):
     """Contract: a row keeps its id in another order and among others; order and number are of the seed alone."""
     whole = load("hendrycks-math", data=write(tmp_path / "a.jsonl", MATH))
     part = load("hendrycks-math", data=write(tmp_path / "b.jsonl", MATH[:0:-1]))
@@ -121,7 +119,7 @@ def test_ids_do_not_depend_on_the_rows_around(tmp_path: Path) -> None:
     assert [task.key for task in load("gpqa", data=data, seed=4)] != shuffled
 
 
-def test_tasks_are_chosen(tmp_path: Path) -> None:
+def test_tasks_are_chosen(tmp_path):
     """Contract: by how hard the dataset says they are; a saved dataset by its usual split where none is asked for."""
     data, genesys = write(tmp_path / "a.jsonl", MATH), write(tmp_path / "b.jsonl", GENESYS)
     assert [task.data.answer for task in load("hendrycks-math", data=data, levels=[5])] == [r"\frac{3}{4}"]
@@ -135,7 +133,7 @@ def test_tasks_are_chosen(tmp_path: Path) -> None:
         load("aime2025", data=str(saved), split="dev")
 
 
-async def test_gpqa(tmp_path: Path) -> None:
+async def test_gpqa(tmp_path):
     """Contract: the right option's place is the question's own, evenly spread; its letter, dressed, or text counts."""
     tasks = load("gpqa", data=write(tmp_path / "a.csv", GPQA))
     assert {task.data.answer for task in tasks} == set("ABCD")
@@ -170,7 +168,7 @@ async def test_gpqa(tmp_path: Path) -> None:
         ("gpqa", [{"Question": "q"}], {}, "no column 'Record ID'"),
     ],
 )  # fmt: skip
-def test_bad_data(id: str, rows: list[dict[str, Any]], args: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_bad_data(id, rows, args, message, tmp_path):
     """Contract: one line that names the file, the row and what is there."""
     data = write(tmp_path / "bad.jsonl", rows)
     with pytest.raises(DataError) as caught:
@@ -180,7 +178,7 @@ def test_bad_data(id: str, rows: list[dict[str, Any]], args: dict[str, Any], mes
     assert "\n" not in str(caught.value)
 
 
-def test_data_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_is_not_there(tmp_path, monkeypatch):
     """Contract: a missing path is named; an unreachable hub names the local remedy, and for gated data the token."""
     with pytest.raises(DataError, match=r"there is no such file or directory"):
         load("math500", data=str(tmp_path / "none.jsonl"))
@@ -200,7 +198,7 @@ def test_data_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         load("gpqa")
 
 
-async def test_simple_math() -> None:
+async def test_simple_math():
     """Contract: made here, splits that share nothing, a longer list begins with the shorter; the answers are right."""
     train, held = load("simple-math", num_tasks=300), load("simple-math", split="eval", num_tasks=300, seed=5)
     assert not {task.key for task in train} & {task.key for task in held}

@@ -50,9 +50,7 @@ def printed(capsys: pytest.CaptureFixture[str], cls: type[BaseConfig], *argv: st
 
 
 @pytest.mark.parametrize(("line", "shown", "hidden"), SHOWN)
-def test_what_is_asked_for_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, shown: str, hidden: str
-) -> None:
+def test_what_is_asked_for_is_shown(monkeypatch, capsys, line, shown, hidden):
     monkeypatch.setenv("COLUMNS", "300")  # a narrow terminal breaks lines
     cls, argv, _ = command_line(line)
     text, status = printed(capsys, cls, *argv)
@@ -72,14 +70,14 @@ def test_what_is_asked_for_is_shown(
          "error: --sed names no setting; did you mean --seed?"),
     ],
 )  # fmt: skip
-def test_what_names_nothing_is_a_mistake(capsys: pytest.CaptureFixture[str], argv: list[str], problem: str) -> None:
+def test_what_names_nothing_is_a_mistake(capsys, argv, problem):
     usual = "" if argv else " Settings usually go in a file: prog @ config.toml."
     says = f"Nothing was started.{usual} All settings: prog --help=all; those that are gone: docs/migration.md"
     assert printed(capsys, RLConfig, *argv) == (f"error: {problem}\n{says}\n", 1)
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_every_option_has_one_line_of_help_and_is_shown(cls: type[BaseConfig]) -> None:
+def test_every_option_has_one_line_of_help_and_is_shown(cls):
     text = help_text(cls, "x", "all")
     flat = " ".join(text.split())
     for setting in settings(cls):
@@ -92,13 +90,13 @@ def test_every_option_has_one_line_of_help_and_is_shown(cls: type[BaseConfig]) -
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_completion_is_a_script_of_that_shell(capsys: pytest.CaptureFixture[str], shell: str) -> None:
+def test_completion_is_a_script_of_that_shell(capsys, shell):
     if shutil.which(shell):
         script, _ = printed(capsys, RLConfig, "--completion", shell)
         subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=50)
 
 
-def test_help_that_nobody_reads_to_its_end() -> None:
+def test_help_that_nobody_reads_to_its_end():
     """Contract: `rl --help | head -1` ends quietly."""
     command = [sys.executable, "-m", "prime_rl.entrypoints.rl", "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -119,7 +117,7 @@ except SystemExit as stop: assert not stop.code, stop.code
 
 
 @pytest.mark.parametrize("code", [PARSE, *(HELP.replace("NAME", name) for name in COMMANDS)])
-def test_parsing_and_help_import_nothing_heavy(code: str) -> None:
+def test_parsing_and_help_import_nothing_heavy(code):
     script = f"{code}\nimport sys\nsys.exit(' '.join(name for name in {HEAVY!r} if name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.stderr.strip(), done.returncode) == ("", 1)  # sys.exit("")

@@ -348,7 +348,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("line", "expected"), rows(VALUES))
-def test_what_is_given_counts_where_it_is_needed(line: str, expected: str) -> None:
+def test_what_is_given_counts_where_it_is_needed(line, expected):
     cls, argv, env = read(line)
     config = parse(cls, argv, env)
     keys = re.findall(r"(?:^| )([\w.*]+)=", expected)
@@ -358,7 +358,7 @@ def test_what_is_given_counts_where_it_is_needed(line: str, expected: str) -> No
 
 
 @pytest.mark.parametrize(("line", "expected"), rows(CONTRADICTIONS))
-def test_a_contradiction_is_one_line(line: str, expected: str) -> None:
+def test_a_contradiction_is_one_line(line, expected):
     with pytest.raises(ConfigError) as refused:
         parse(*read(line))
     (shown,) = refused.value.problems
@@ -385,7 +385,7 @@ SHARED = [
 
 
 @pytest.mark.parametrize(("key", "text", "other", "sections"), SHARED)
-def test_a_shared_setting_is_the_same_everywhere(key: str, text: str, other: str, sections: tuple[str, ...]) -> None:
+def test_a_shared_setting_is_the_same_everywhere(key, text, other, sections):
     """Given at the top, in one section, or the same in both it reaches all; two values are an error that names both."""
     at_top, first, last = key, f"{sections[0]}.{key}", f"{sections[-1]}.{key}"
     for places in ([at_top], [first], [at_top, first]):
@@ -402,9 +402,7 @@ def test_a_shared_setting_is_the_same_everywhere(key: str, text: str, other: str
 
 @pytest.mark.parametrize(("key", "text", "other", "sections"), SHARED)
 @pytest.mark.parametrize("at_top", [True, False])
-def test_the_stronger_source_wins_between_the_top_and_a_section(
-    at_top: bool, key: str, text: str, other: str, sections: tuple[str, ...]
-) -> None:
+def test_the_stronger_source_wins_between_the_top_and_a_section(at_top, key, text, other, sections):
     """Contract: option over file over variable, also in different places; the winner counts everywhere."""
     strong, weak = [key, f"{sections[-1]}.{key}"][:: 1 if at_top else -1]
     for kinds in (("file", "variable"), ("option", "variable"), ("option", "file")):
@@ -425,7 +423,7 @@ LAYERS = ("variable", "first file", "second file", "section file", "option")
 
 
 @pytest.mark.parametrize("chosen", range(1, 2 ** len(LAYERS)))
-def test_every_combination_of_layers(chosen: int) -> None:
+def test_every_combination_of_layers(chosen):
     """Whatever layers set a key, in whatever order they are written, the highest of them counts."""
     argv, env = list(ORCH), dict[str, str]()
     for number, name in reversed(list(enumerate(LAYERS))):
@@ -443,7 +441,7 @@ def test_every_combination_of_layers(chosen: int) -> None:
     assert parse(RLConfig, argv, env).trainer.optim.lr == chosen.bit_length() - 1
 
 
-def test_another_type_takes_nothing_over_from_the_one_before() -> None:
+def test_another_type_takes_nothing_over_from_the_one_before():
     """Contract: settings of a type that a later source replaces do not get into the later type, which is said; those of
     one source stay. A `type` that chooses no section is a setting like others."""
     Path("dapo").write_text('[loss]\nclip_high = 0.28\ntype = "grpo"\nnormalization = "group"')
@@ -462,7 +460,7 @@ def test_another_type_takes_nothing_over_from_the_one_before() -> None:
     assert (client.type, client.base_url) == ("chat", "http://a:1")
 
 
-def test_variables_of_many_items_and_of_children() -> None:
+def test_variables_of_many_items_and_of_children():
     """Contract: items are in the order of their numbers; a child, which gets a complete file, sees no variable meant as
     a setting: PRIME_TRAINER__SEED, right for `rl`, would be an error in the trainer."""
     names = [f"env{number}" for number in range(12)]
@@ -474,7 +472,7 @@ def test_variables_of_many_items_and_of_children() -> None:
     assert child_env({**env, **others}, InferenceConfig) == others
 
 
-def test_a_shared_setting_given_beside_the_resolved_file_reaches_every_section() -> None:
+def test_a_shared_setting_given_beside_the_resolved_file_reaches_every_section():
     """`rl @ outputs/configs/rl.toml --max-steps 60`: one option changes what stands in the file for every section."""
     options = "--inference.server.port 8123 --max-steps 30 --seed 4 --ckpt.interval 5 --seq-len 512"
     write_toml(parse(RLConfig, [*ORCH, *options.split()], {}), Path("rl.toml"))
@@ -486,7 +484,7 @@ def test_a_shared_setting_given_beside_the_resolved_file_reaches_every_section()
     assert longer.orchestrator.client.base_url == "http://localhost:8124/v1"
 
 
-def test_the_debug_files_make_a_run_once_they_share_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_debug_files_make_a_run_once_they_share_a_directory(monkeypatch):
     """Contract: what each says for itself (its own directory, random samples) is decided, or left out with a hint."""
     monkeypatch.chdir(Path(__file__).parents[3])
     names = [("trainer", "train"), ("orchestrator", "orch"), ("inference", "infer")]
@@ -511,7 +509,7 @@ OLDER = [
 
 
 @pytest.mark.parametrize(("line", "today", "key"), OLDER)
-def test_older_spellings_work_with_a_hint(line: str, today: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_older_spellings_work_with_a_hint(line, today, key, capsys):
     Path("older").write_text("[client]\nport = 8001\n[environment]\nid = 'x'")
     cls, argv, _ = read(line)
     config = load(cls, argv, prog="x")

@@ -66,7 +66,7 @@ def error(kind: str, text: str = "boom", status: int | None = None) -> SimpleNam
     return SimpleNamespace(type=kind, message=text, status_code=status)
 
 
-def test_healthy_episode() -> None:
+def test_healthy_episode():
     """Joined tokens, mask, logprobs and roles of one length, prompt length, texts, reward; metrics are numbers."""
     result = run(episode(trace(metrics={"length": 2.0, "a": math.nan})))
     assert result.ok
@@ -98,9 +98,7 @@ ANEW, REPEATED = prompt_node([2, 9], "assistant", "ok"), prompt_node([5], "assis
         ([[START, REPLY, SAID, REPEATED, SAID, NEXT]], [[1, 2, 3, 8, 5, 8, 9, 10]], ["00100001"], ["uaauauaa"], [2]),
     ],
 )  # fmt: skip
-def test_samples_of_a_conversation(
-    branches: list[list[Any]], ids: list[list[int]], masks: list[str], roles: list[str], prompt_lens: list[int]
-) -> None:
+def test_samples_of_a_conversation(branches, ids, masks, roles, prompt_lens):
     """A sampled token is trained on in one sample, and context elsewhere."""
     samples = run(episode(of_branches(*branches))).samples
     assert [list(one.input_ids) for one in samples] == ids
@@ -112,7 +110,7 @@ def test_samples_of_a_conversation(
     )
 
 
-def test_each_conversation_is_a_part() -> None:
+def test_each_conversation_is_a_part():
     """Two players, or two attempts of one: each has its own reward, and the episode's is their mean."""
 
     def player(name: str, reward: float) -> SimpleNamespace:
@@ -130,7 +128,7 @@ def test_each_conversation_is_a_part() -> None:
     assert run(episode(player("white", 1.0))).parts == []
 
 
-def test_untrainable_parts_are_left_out() -> None:
+def test_untrainable_parts_are_left_out():
     """Rejected branches and agents that are not trained (a judge) give no samples."""
     nodes = [prompt_node([1, 2, 3]), sampled_node([4], [5, 6])]
     judge = trace(agent=SimpleNamespace(trainable=False, name="judge"), reward=9.0)
@@ -151,7 +149,7 @@ def test_untrainable_parts_are_left_out() -> None:
         ({"logprobs": [-0.1, 0.5]}, "log-probability that is none"),
     ],
 )
-def test_what_does_not_fit_together_is_invalid(damage: dict[str, Any], reason: str) -> None:
+def test_what_does_not_fit_together_is_invalid(damage, reason):
     """Tokens, mask, logprobs and the engine's counts must agree, else there is an outcome with a reason, no sample."""
     base = trace()
     vars(base if "calls" in damage else base.nodes[1]).update(damage)
@@ -183,7 +181,7 @@ MALFORMED = SimpleNamespace(node=None, usage=None, error=error("ProviderError", 
         (episode(trace(ok=False, errors=[error("HarnessError")], calls=[MALFORMED]), ok=False), Outcome.ENGINE_REFUSED),
     ],
 )
-def test_what_is_not_trainable(ep: SimpleNamespace, outcome: Outcome) -> None:
+def test_what_is_not_trainable(ep, outcome):
     """Timeouts that verifiers calls ok, unscored or non-finite rewards, no turns or tokens, errors: no sample."""
     result = run(ep)
     assert (result.outcome, result.samples) == (outcome, [])
@@ -206,6 +204,6 @@ def test_what_is_not_trainable(ep: SimpleNamespace, outcome: Outcome) -> None:
         (("TaskError", "reward: ZeroDivisionError"), Outcome.ERRORED),
     ],
 )  # fmt: skip
-def test_whose_fault(fault: tuple[Any, ...], outcome: Outcome) -> None:
+def test_whose_fault(fault, outcome):
     """An engine that is down, one that refuses, an overlong prompt and an environment's bug are told apart."""
     assert classify(*fault)[0] is outcome

@@ -122,14 +122,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], 
 @pytest.mark.parametrize("name", ["chatml", "chatml, tags as tokens", "default", "qwen3"])
 @settings(max_examples=40, deadline=None)
 @given(conversation=conversations, stock=st.booleans())
-def test_samples_are_what_the_engine_saw(
-    clients: dict[tuple[str, bool], tuple[EngineClient, Any]],
-    name: str,
-    branched: bool,
-    by_verifiers: bool,
-    conversation: Any,
-    stock: bool,
-) -> None:
+def test_samples_are_what_the_engine_saw(clients, name, branched, by_verifiers, conversation, stock):
     """Every sample is one exchange of the engine; each sampled token has its loss and log-probability once.
     Each token but the last has the experts of an exchange that computed it; where the next token is trained, of the one
     that sampled that.
@@ -165,7 +158,7 @@ def test_samples_are_what_the_engine_saw(
         _compare_experts(engine, sample)
 
 
-async def test_a_call_that_nests_without_end(clients: dict[tuple[str, bool], tuple[EngineClient, Any]]) -> None:
+async def test_a_call_that_nests_without_end(clients):
     """Deeper than Python reads JSON: a broken call like others, which the model is told of."""
     engine, trace, (client, tokenizer) = Script(), _trace(), clients["chatml", False]
     client._connections["u"] = engine  # type: ignore[assignment]

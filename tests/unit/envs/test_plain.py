@@ -42,25 +42,6 @@ async def play(engine: FakeEngine, one: Setup, **sampling: Any) -> EpisodeResult
         return await env.run(Run(1, "1.2", 0, env.task_ids[0], {"max_tokens": 64, **sampling}, 3, engine.base_url, 0.0))
 
 
-async def test_one_turn_is_exact(tiny_model: Path, package: Callable[[str, str], str]) -> None:
-    """Prompt ids as sent, sampled ids and logprobs as answered; the prompt is the model's own template."""
-    name = package(
-        "plain_one", HEAD + "async def rollout(task, chat): return float((await chat()).text == task['answer'])"
-    )
-    async with FakeEngine(tiny_model, reply=lambda prompt: "a") as engine:
-        result = await play(engine, setup(name, tiny_model), seed=7)
-        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "Say a."}]
-        expected = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    (exchange,) = engine.exchanges
-    (sample,) = result.samples
-    assert (result.outcome, result.reward, result.rewards, result.task_id) == (Outcome.OK, 1.0, {"reward": 1.0}, "one")
-    assert exchange.prompt == expected
-    assert_exact(sample, engine.exchanges)
-    assert (sample.prompt_len, sample.reward) == (len(exchange.prompt), 1.0)
-    assert (result.input_tokens, result.output_tokens) == (len(exchange.prompt), len(exchange.completion))
-    assert (exchange.body["cache_salt"], exchange.body["sampling_params"]["seed"]) == ("v3", 7)
-
-
 CALLS = """
 tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
 tasks = [{"prompt": "What is 1 + 2?"}]
@@ -75,7 +56,7 @@ async def rollout(task, chat):
 """
 
 
-async def test_tools(tiny_model: Path, package: Callable[[str, str], str]) -> None:
+async def test_tools(tiny_model, package):
     """Definitions reach the model, its calls the environment, answers the model: one sequence. Bad calls are told."""
     name = package("plain_tools", CALLS)
 
@@ -93,9 +74,7 @@ async def test_tools(tiny_model: Path, package: Callable[[str, str], str]) -> No
 
 
 @pytest.mark.parametrize(("settings", "context", "turns"), [({"max_turns": 2}, 512, 2), ({}, 250, 3)])
-async def test_when_a_conversation_is_over(
-    settings: dict[str, Any], context: int, turns: int, tiny_model: Path, package: Callable[[str, str], str]
-) -> None:
+async def test_when_a_conversation_is_over(settings, context, turns, tiny_model, package):
     """When its turns are used up, or its context is full, the environment judges what there is."""
     talks = "async def rollout(task, chat):\n while len(chat.replies) < 8 and await chat('go on, please') is not None:"
     talks += " pass\n return 1"
@@ -106,7 +85,7 @@ async def test_when_a_conversation_is_over(
     assert sum(sum(sample.loss_mask) for sample in result.samples) == result.output_tokens
 
 
-async def test_engine_failures_are_the_cause(tiny_model: Path, package: Callable[[str, str], str]) -> None:
+async def test_engine_failures_are_the_cause(tiny_model, package):
     """An engine that is down, refuses or answers rubbish is the outcome, even if the environment catches everything."""
     name = package(
         "plain_catches", HEAD + "async def rollout(task, chat):\n try: await chat()\n except Exception: pass\n return 1"
@@ -134,14 +113,7 @@ async def test_engine_failures_are_the_cause(tiny_model: Path, package: Callable
         ("return 1", Outcome.INVALID, "no sampled tokens"),
     ],
 )
-async def test_faults_of_the_environment(
-    body: str,
-    outcome: Outcome,
-    message: str,
-    tiny_model: Path,
-    package: Callable[[str, str], str],
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+async def test_faults_of_the_environment(body, outcome, message, tiny_model, package, capfd):
     """Outcomes of the episode, with the reason, and a traceback of what was raised; nothing to train on."""
     name = package("plain_faulty", f"{HEAD}async def rollout(task, chat):\n {body}")
     async with FakeEngine(tiny_model) as engine:
@@ -165,9 +137,7 @@ async def test_faults_of_the_environment(
         ("def tasks(count=1): return []\nasync def rollout(task, chat): pass", {"cuont": 2}, "did you mean 'count'?"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(
-    source: str, args: dict[str, Any], message: str, tiny_model: Path, package: Callable[[str, str], str]
-) -> None:
+def test_what_is_wrong_is_named(source, args, message, tiny_model, package):
     """One line that names the environment and what to mend."""
     name = package("plain_wrong", source)
     with pytest.raises(LoadError) as caught:
@@ -177,7 +147,7 @@ def test_what_is_wrong_is_named(
     assert "\n" not in str(caught.value)
 
 
-def test_tasks(tiny_model: Path, package: Callable[[str, str], str]) -> None:
+def test_tasks(tiny_model, package):
     """`**kwargs` takes any argument. A task without an id is named by what it holds; twice the same are told apart."""
     end = "async def rollout(task, chat): pass"
     source = f"def tasks(count=1, **more): return [{{'id': key}} for key in more] * count\n{end}"
@@ -190,7 +160,7 @@ def test_tasks(tiny_model: Path, package: Callable[[str, str], str]) -> None:
     assert (len(set(first)), first[2]) == (3, f"{first[0]}#2")
 
 
-def test_imports_little(tiny_model: Path) -> None:
+def test_imports_little(tiny_model):
     """A worker of a plain environment holds neither verifiers nor torch nor transformers; a later import gets torch."""
     code = (
         f"import sys; sys.path.insert(0, {str(GUESS)!r})\n"

@@ -1,7 +1,6 @@
 """How many workers an environment has, and which of our variables they get."""
 
 import math
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,9 +18,7 @@ sizes = st.integers(1, 64)
 
 
 @given(sizes, st.booleans(), st.floats(0, 1), counts, sizes, st.integers(1, 4), st.integers(0, 64), st.integers(0, 32))
-def test_the_number_that_a_load_calls_for(
-    workers: int, starting: bool, use: float, episodes: int, slots: int, least: int, more: int, free: int
-) -> None:
+def test_the_number_that_a_load_calls_for(workers, starting, use, episodes, slots, least, more, free):
     """Within bounds; as many as the episodes fill; more only where the ready are busy, on idle cores, all ready."""
     most = least + more
     wanted = workers_wanted(
@@ -40,7 +37,7 @@ def test_the_number_that_a_load_calls_for(
 
 
 @pytest.mark.parametrize(("cores", "environments", "least"), [(2, 1, 1), (8, 1, 2), (32, 1, 4), (32, 2, 2), (16, 9, 1)])
-def test_settings(monkeypatch: pytest.MonkeyPatch, cores: int, environments: int, least: int) -> None:
+def test_settings(monkeypatch, cores, environments, least):
     """A number is kept; `auto` begins with one, or more if cores allow it, and never exceeds its maximum."""
     monkeypatch.setattr(pool, "cores", lambda: cores)
     assert worker_range(3, None) == (3, 3)
@@ -60,7 +57,7 @@ PLAIN = [
 ]  # fmt: skip
 
 
-def test_secrets_are_withheld() -> None:
+def test_secrets_are_withheld():
     """Contract: a variable whose name looks like a secret's, or a URL with a password, is reported and not passed on
     unless `secrets` names it; all others are, a proxy's too, without which nothing is reached."""
     plain = dict.fromkeys(PLAIN, "x")
@@ -72,7 +69,7 @@ def test_secrets_are_withheld() -> None:
     assert not is_secret("HOMEPAGE", "https://example.org:443/a@b")
 
 
-def test_a_missing_secret_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_secret_is_an_error(monkeypatch, tmp_path):
     """Contract: a secret that is named but not set ends the start, not an episode hours later."""
     monkeypatch.delenv("JUDGE_API_KEY", raising=False)
     config = EnvConfig(id="math", secrets=["JUDGE_API_KEY"])
@@ -80,7 +77,7 @@ def test_a_missing_secret_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
         EnvPool([config], model="m", base_url="", api_key=None, output_dir=tmp_path)
 
 
-def test_what_a_worker_gets_from_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_a_worker_gets_from_us(monkeypatch, tmp_path):
     """Contract: the engine's key under the worker's own name, no proxy towards tool servers."""
     monkeypatch.setenv("A", "1")
     monkeypatch.setenv("NO_PROXY", "intranet")
@@ -91,7 +88,7 @@ def test_what_a_worker_gets_from_us(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert {"intranet", "127.0.0.1"} <= set(variables["NO_PROXY"].split(","))
 
 
-def test_redacted() -> None:
+def test_redacted():
     """Contract: what others get to see has no values under the names of secrets, at any depth; the rest stays."""
     client, rest = {"api_key_var": "V"}, {"max_tokens": 5}
     table = {"client": client, "args": {"judge_api_key": "sk-1", **rest}, "l": [{"password": "p"}]}

@@ -36,9 +36,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @settings(max_examples=120, deadline=None)
 @given(messages=st.lists(said | called, min_size=1, max_size=6), generate=st.booleans(), with_tools=st.booleans())
-def test_chatml_equals_the_template(
-    tokenizer: Any, messages: list[dict[str, Any]], generate: bool, with_tools: bool
-) -> None:
+def test_chatml_equals_the_template(tokenizer, messages, generate, with_tools):
     """Definitions, calls and results, token for token, even where BPE merges across borders; each has its message."""
     if not with_tools:  # calls and results are said by them alone
         messages = [{"role": one["role"].replace("tool", "user"), "content": one["content"]} for one in messages]
@@ -52,14 +50,14 @@ def test_chatml_equals_the_template(
     assert set(indices) == set(range(len(messages)))
 
 
-def test_tiny_template_is_the_scripts() -> None:
+def test_tiny_template_is_the_scripts():
     """The script that makes the bundled model writes the template that is there."""
     script = ast.parse((ROOT / "scripts" / "make_tiny_model.py").read_text())
     targets = {ast.unparse(one.targets[0]): one.value for one in script.body if isinstance(one, ast.Assign)}
     assert ast.literal_eval(targets["CHAT_TEMPLATE"]) == TEMPLATE
 
 
-def test_auto_takes_chatml_only_when_it_is(tmp_path: Path) -> None:
+def test_auto_takes_chatml_only_when_it_is(tmp_path):
     """Plain ChatML gets ours, with tools only if shown as the template does; one that differs gets the template."""
     altered = TEMPLATE.replace("<tool_response>\\n", "<tool_response>")
     assert altered != TEMPLATE
@@ -89,7 +87,7 @@ def test_auto_takes_chatml_only_when_it_is(tmp_path: Path) -> None:
         ("other tokens", "chatml", r"<\|im_start\|>"),  # not to be rendered as letters
     ],
 )
-def test_what_cannot_be_chosen(which: str, choice: str, message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_chosen(which, choice, message, tmp_path):
     """A model without template or files, a name that leads nowhere, a tokenizer without the renderer's tokens."""
     if which != "nowhere":
         make_tokenizer(tmp_path / which, None if which == "bare" else CHATML)
@@ -110,7 +108,7 @@ def test_what_cannot_be_chosen(which: str, choice: str, message: str, tmp_path: 
          ["invalid_json", "missing_name", "unclosed_block"]),
     ],
 )  # fmt: skip
-def test_calls_are_read(tokenizer: Any, text: str, content: str, statuses: list[str]) -> None:
+def test_calls_are_read(tokenizer, text, content, statuses):
     """Every attempt, in order, with what is wrong; only where there are tools."""
     renderer = ChatMLRenderer(tokenizer)
     ids = tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False)

@@ -235,9 +235,6 @@ async def test_a_second_evaluation_of_a_directory_is_refused(world, monkeypatch)
         await world.run()
 
 
-# -- which versions, and whose environments ----------------------------------------------------------------------------
-
-
 async def test_all_or_the_named_with_or_without_the_base(world):
     commit(world, 0, 5, 10, 15)
     for settings, expected in (

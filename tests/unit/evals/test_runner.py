@@ -40,8 +40,6 @@ def test_every_sampling_parameter_is_sent_so_that_no_server_default_applies():
     assert wire_sampling(SamplingConfig(), 17, 100)["max_tokens"] == 100
 
 
-# -- who is behind an address ------------------------------------------------------------------------------------------
-
 OURS = (200, {"version": 3, "hash": "f", "boot": "1"})
 UNKNOWN = (404, {})
 

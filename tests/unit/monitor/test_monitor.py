@@ -51,7 +51,7 @@ def says(process: str, output_dir: Path | str, *more: str, **options: Any) -> su
     return subprocess.run(command, text=True, timeout=60, **{**pipes, **options})
 
 
-def test_log_lines(tmp_path: Path) -> None:
+def test_log_lines(tmp_path):
     """One format for our lines and those of libraries; no colours in files; no values of variables in a traceback.
     The line that a process fails or crashes with is kept where `rl doctor` looks for it."""
     done = says("trainer", tmp_path)
@@ -71,7 +71,7 @@ def test_log_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("process", ["trainer", "trainer.1"])
-def test_what_rl_keeps_is_not_kept_twice(tmp_path: Path, process: str) -> None:
+def test_what_rl_keeps_is_not_kept_twice(tmp_path, process):
     """Stdout is the log file, which ranks share: every line once, no other file. By hand a rank has its own file."""
     path = tmp_path / "logs" / "trainer.log"
     path.parent.mkdir()
@@ -84,7 +84,7 @@ def test_what_rl_keeps_is_not_kept_twice(tmp_path: Path, process: str) -> None:
     assert os.listdir(tmp_path / "by hand" / "logs") == [f"{process}.log"]
 
 
-def test_processes_of_an_engine_log_as_their_server(tmp_path: Path) -> None:
+def test_processes_of_an_engine_log_as_their_server(tmp_path):
     """vLLM sets up each of its processes by `logging.json`."""
     code = """
 import json, logging.config, sys
@@ -98,7 +98,7 @@ logging.getLogger("vllm.core").info("engine"); logging.getLogger("vllm.core").de
         assert re.fullmatch(f"{DATED} INFO    vllm.core: engine\n", text)
 
 
-def test_templates_of_log_lines_take_their_arguments() -> None:
+def test_templates_of_log_lines_take_their_arguments():
     """loguru formats with `{}`: a template for `logging`, or one that counts wrong, would silently lose arguments."""
     wrong = []
     for path in (REPOSITORY / "src" / "prime_rl").rglob("*.py"):
@@ -119,7 +119,7 @@ def test_templates_of_log_lines_take_their_arguments() -> None:
     assert wrong == []
 
 
-def test_metrics_lines(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
+def test_metrics_lines(tmp_path, heard):
     """A flat object a line: step, time, finite numbers; non-finite ones dropped with one warning a key. A resumed run
     continues the file; a repeated step replaces the earlier one; a torn line harms nobody."""
     path = metrics_path(tmp_path, "trainer")
@@ -144,7 +144,7 @@ def test_metrics_lines(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
     assert read_metrics(tmp_path / "none.jsonl") == []
 
 
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
+def test_a_full_disk_is_named(tmp_path):
     """The disk fills up in the middle of a line: the next incarnation removes half a line, and its row is whole."""
     path = metrics_path(tmp_path, "trainer")
     monitor = Monitor(tmp_path, "trainer", MonitorConfig(), {})
@@ -164,7 +164,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 1
 
 
-def test_a_process_that_says_nothing_still_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_says_nothing_still_lives(tmp_path, monkeypatch):
     """The heartbeat goes on by itself, over errors of the disk too, and ends with the last word."""
     monkeypatch.setattr("prime_rl.monitor.status.HEARTBEAT_SECONDS", 0.02)
     real, failing = Path.write_text, [errno.ENOSPC, errno.EROFS]
@@ -185,9 +185,7 @@ def test_a_process_that_says_nothing_still_lives(tmp_path: Path, monkeypatch: py
     assert read_status(tmp_path)["trainer"] == last
 
 
-def test_a_long_wait_is_said_and_repeated_sparingly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: pytest.LogCaptureFixture
-) -> None:
+def test_a_long_wait_is_said_and_repeated_sparingly(tmp_path, monkeypatch, heard):
     """Contract: a process that waits for one never started names both after ten seconds; other ranks are silent."""
     clock = [1000.0]
     monkeypatch.setattr("prime_rl.monitor.status.time.time", lambda: clock[0])
@@ -205,7 +203,7 @@ def test_a_long_wait_is_said_and_repeated_sparingly(
     other.close()
 
 
-def test_progress_is_told_apart_from_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_told_apart_from_life(tmp_path, monkeypatch):
     """Another phase, step or item is progress, and so is the end of a wait; saying the same again is not."""
     clock = itertools.count(100.0)
     monkeypatch.setattr("prime_rl.monitor.status.time.time", lambda: next(clock))
@@ -224,7 +222,7 @@ def test_progress_is_told_apart_from_life(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "text", ['{"colour": "red"}', "", "null", "[" * 100_000, '{"pid": "many"}', '{"heartbeat": NaN}', '{"waiting": {}}']
 )
-def test_status_files_of_others(tmp_path: Path, text: str) -> None:
+def test_status_files_of_others(tmp_path, text):
     """Files of an older version lack fields, those of a newer one may have more; a damaged or foreign one is none."""
     Status(tmp_path, "trainer").done("finished")
     path = tmp_path / "status" / "trainer.json"
@@ -247,9 +245,7 @@ def test_status_files_of_others(tmp_path: Path, text: str) -> None:
         ({"WANDB_MODE": "offline"}, None, None),
     ],
 )
-def test_wandb_without_a_key_is_found_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], login: str | None, error: str | None
-) -> None:
+def test_wandb_without_a_key_is_found_first(tmp_path, monkeypatch, variables, login, error):
     """Contract: who uploads has a key where W&B itself looks for it, or gets one line; offline needs none."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)

@@ -1,7 +1,5 @@
 """When the trainer counts as ended. Too early would lose the run's last checkpoint and serve a superseded version."""
 
-from pathlib import Path
-
 import pytest
 
 from prime_rl.monitor.status import GONE_SECONDS, WAITS_FOR_US_SECONDS, Status, TrainerWatch, status_path
@@ -19,7 +17,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.mark.parametrize(("outcome", "ended"), [("finished", True), ("stopped", True), ("failed: disk full", False)])
-def test_its_last_word(tmp_path: Path, outcome: str, ended: bool) -> None:
+def test_its_last_word(tmp_path, outcome, ended):
     """One that failed may be started again, but not while all is being stopped."""
     watch = TrainerWatch(tmp_path)
     Status(tmp_path, "trainer").done(outcome)
@@ -27,7 +25,7 @@ def test_its_last_word(tmp_path: Path, outcome: str, ended: bool) -> None:
     assert watch.ended(asked_to_stop=True)
 
 
-def test_one_without_a_sign_for_long_is_gone(tmp_path: Path, clock: Clock) -> None:
+def test_one_without_a_sign_for_long_is_gone(tmp_path, clock):
     """No status is a trainer that is being started again. Of several processes the one that beat last counts."""
     watch = TrainerWatch(tmp_path, ("trainer", "sft"))
     Status(tmp_path, "sft").done("finished")  # an earlier run's
@@ -43,7 +41,7 @@ def test_one_without_a_sign_for_long_is_gone(tmp_path: Path, clock: Clock) -> No
     assert watch.ended(asked_to_stop=False)
 
 
-def test_one_that_waits_for_our_batches_is_not_waited_for_once_we_stop(tmp_path: Path, clock: Clock) -> None:
+def test_one_that_waits_for_our_batches_is_not_waited_for_once_we_stop(tmp_path, clock):
     """Else each would wait for the other: somebody asked the orchestrator alone to stop."""
     watch = TrainerWatch(tmp_path)
     Status(tmp_path, "trainer").waiting("rollouts/step_3", "orchestrator", 3600.0)

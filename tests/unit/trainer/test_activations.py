@@ -3,7 +3,7 @@ what blocks keep really leaves, comes back, and its host memory goes round."""
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +75,7 @@ def shape(tied_model: Path, tmp_path: Path) -> Source:
         ("full", {"wide": 2, "narrow": 4, "attention": 1}),
     ],
 )
-def test_what_is_computed_again(
-    level: Any, expected: dict[str, int], compiled: bool, world: World, shape: Source
-) -> None:
+def test_what_is_computed_again(level, expected, compiled, world, shape):
     """In backward, in each of four layers."""
     config = TrainerModel(activation_checkpointing=level, activation_offload=False, compile=compiled)
     policy = build_policy(shape, config, world)
@@ -116,9 +114,7 @@ COMPILED = [{**settings, "compile": True} for settings in (*ONE_LEVEL[1:], OFFLO
 @pytest.mark.parametrize(
     "settings", [*ONE_LEVEL[1:], *OFFLOAD, *COMPILED], ids=lambda s: "-".join(map(str, s.values()))
 )
-def test_gradients_are_those_of_plain_blocks(
-    settings: dict[str, Any], world: World, shape: Source, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_those_of_plain_blocks(settings, world, shape, plain, monkeypatch):
     """At every level, with and without offload (of two of the four layers), eager and compiled, under FSDP2."""
     monkeypatch.setattr(activations, "SMALLEST", 0)
     for module in (activations, memory):
@@ -128,8 +124,6 @@ def test_gradients_are_those_of_plain_blocks(
     assert len(policy.memory.settings.offloaded) == (2 if settings.get("activation_offload") else 0)
     assert_near(support.gradients(policy, GROUPS), want, 1e-6)
 
-
-# ---- offload, on CPU, where copies are made at once
 
 WIDTH, LAYERS = 16, 10
 NARROW = 4 * TOKENS * WIDTH
@@ -163,7 +157,7 @@ def gradients(layers: list[nn.Module], x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("offloaded", [(0, 2, 5), range(LAYERS - 1 - LAG)], ids=["some", "all"])
-def test_offloaded_layers(offloaded: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_layers(offloaded, monkeypatch):
     """All that layers keep leaves the device, but no weights or shared inputs; the same gradients; chunks return."""
     monkeypatch.setattr(activations, "SMALLEST", 0)
     monkeypatch.setattr(activations, "CHUNK", 1000)  # NARROW is no whole number of chunks

@@ -6,7 +6,6 @@ import random
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from prime_rl.trainer import attention, attention_kernels
 from prime_rl.trainer.attention import choose
 from prime_rl.trainer.attention_kernels import EXPLICIT, KERNELS, cudnn_plan, load
 from prime_rl.trainer.attention_needs import Needs, examine
-from prime_rl.trainer.parallel import World
 from support import attention as support
 from support.architectures import VARIANTS, compare, tiny_config, variants
 from support.attention import with_gradients
@@ -89,14 +87,7 @@ def meta_model(model_type: str, **settings: object) -> PreTrainedModel:
         ("sdpa", CPU, (), (torch.float32, Needs(8, softcap=True)), "sdpa caps no scores"),
     ],
 )
-def test_which_backend_is_chosen(
-    wanted: str,
-    capability: tuple[int, int] | None,
-    absent: tuple[str, ...],
-    needs: tuple[torch.dtype, Needs],
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_which_backend_is_chosen(wanted, capability, absent, needs, says, monkeypatch):
     """`auto` passes a backend over only for a reason, and says it. One that is named is never replaced: if it
     cannot run it is refused in one line."""
     monkeypatch.setattr(attention, "load", lambda name: "is not installed" if name in absent else None)
@@ -108,7 +99,7 @@ def test_which_backend_is_chosen(
     assert "\n" not in str(caught.value)
 
 
-def test_every_rank_takes_what_the_first_chose(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_rank_takes_what_the_first_chose(world, caplog):
     """The choice is said once, and a backend that cannot run here is refused before a model is built."""
     caplog.set_level(logging.INFO, "prime_rl")
     kept = attention.set_up("auto", Needs(16), torch.float32, world)
@@ -121,7 +112,7 @@ def test_every_rank_takes_what_the_first_chose(world: World, caplog: pytest.LogC
 # Loading libraries
 
 
-def test_a_library_that_fails_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_fails_is_a_reason(tmp_path, monkeypatch):
     """Not a crash, whatever it raises."""
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
@@ -133,7 +124,7 @@ def test_a_library_that_fails_is_a_reason(tmp_path: Path, monkeypatch: pytest.Mo
     assert load("flash_attention_4") is None
 
 
-def test_what_is_absent_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_absent_says_what_to_install(monkeypatch):
     """The reason names the extra."""
     for name, remedy in {
         "flash_attention_3": "built from its source",
@@ -145,7 +136,7 @@ def test_what_is_absent_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
         assert remedy in (load(name) or "")
 
 
-def test_a_kernel_that_fails_is_one_line() -> None:
+def test_a_kernel_that_fails_is_one_line():
     """Contract: it says which, and the option that takes another."""
     q, k, v, _ = (x.bfloat16() for x in qkv(3))
     with pytest.raises(
@@ -162,13 +153,7 @@ def test_a_kernel_that_fails_is_one_line() -> None:
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("lengths", PACKS)
-def test_kernels_equal_softmax_written_out(
-    lengths: tuple[int, ...],
-    window: int | None,
-    with_sinks: bool,
-    softcap: float | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kernels_equal_softmax_written_out(lengths, window, with_sinks, softcap, monkeypatch):
     """Out and gradients, of sinks too, with grouped heads and values smaller than keys: of our own operations, in
     blocks of four rows; of a kernel without sinks, to which boundaries, scale and window mean what they mean to us; and
     of sdpa."""
@@ -193,7 +178,7 @@ def test_kernels_equal_softmax_written_out(
             torch.testing.assert_close(a, b)
 
 
-def test_a_kernel_gets_heads_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_gets_heads_of_one_size(monkeypatch):
     """Where keys and values differ, zeros make up for it, and change nothing."""
     sizes = list[tuple[int, ...]]()
 
@@ -218,7 +203,7 @@ def test_a_kernel_gets_heads_of_one_size(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(sizes) == {(8, 8, 8)}
 
 
-def test_a_kernel_never_ignores_a_cap() -> None:
+def test_a_kernel_never_ignores_a_cap():
     """Contract: one that cannot cap scores fails when it is asked to, rather than train another model."""
     q, k, v, _ = qkv(3)
     with pytest.raises(AssertionError, match="stand_in does not cap scores"):
@@ -229,7 +214,7 @@ def test_a_kernel_never_ignores_a_cap() -> None:
         ALL_ATTENTION_FUNCTIONS[attention.NAME](None, *heads, None, **support.boundaries([3]), softcap=50.0)
 
 
-def test_a_cudnn_plan_fits_its_pack() -> None:
+def test_a_cudnn_plan_fits_its_pack():
     """It has room for the documents and the longest of them, is never longer than the tokens, and rounding never costs
     much memory."""
     draw = random.Random(0)
@@ -256,7 +241,7 @@ def random_pack(draw: random.Random, tokens: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("name", ["sdpa", "stand_in"])
-def test_a_compiled_block_serves_every_pack(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_block_serves_every_pack(name, monkeypatch):
     """One graph without a break for all packs of so many tokens, however many documents they have and however long they
     are, and one more for all numbers of tokens; every layer shares them. The numbers are those of the uncompiled
     model."""
@@ -291,7 +276,7 @@ def test_a_compiled_block_serves_every_pack(name: str, monkeypatch: pytest.Monke
         ("qwen2_moe", dict(variants(tiny_config("qwen2_moe")))["sliding window"], "has a mask that is neither"),
     ],
 )
-def test_what_is_not_computed_is_refused(model_type: str, settings: dict[str, object], message: str) -> None:
+def test_what_is_not_computed_is_refused(model_type, settings, message):
     """Before anything is loaded, by name, in one line."""
     with pytest.raises(UserError, match=message) as caught:
         examine(meta_model(model_type, **settings), "tiny")
@@ -299,14 +284,14 @@ def test_what_is_not_computed_is_refused(model_type: str, settings: dict[str, ob
     assert "\n" not in str(caught.value)
 
 
-def test_dropout_of_a_config_is_not_applied(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_dropout_of_a_config_is_not_applied(world, tmp_path, caplog):
     """Trained is the policy that engines sample from, and that is said."""
     caplog.set_level(logging.INFO, "prime_rl")
     assert compare("llama", {"attention_dropout": 0.5}, tmp_path, world).logprob < 1e-5
     assert f"attention_dropout 0.5 in the config of {tmp_path} is not applied" in caplog.messages
 
 
-def test_what_a_module_asks_for_is_refused() -> None:
+def test_what_a_module_asks_for_is_refused():
     """Dropout that no config turns off."""
     lm = meta_model("llama").train()
     assert examine(lm, "tiny") == Needs(16)
@@ -330,7 +315,7 @@ def test_what_a_module_asks_for_is_refused() -> None:
         ("mistral", None, ""),
     ],
 )
-def test_rows_beyond_which_a_document_depends_on_the_pack(name: str, limit: int | None, reason: str) -> None:
+def test_rows_beyond_which_a_document_depends_on_the_pack(name, limit, reason):
     """Micro-batches may be as long as frequencies, chunks and temperatures do not depend on what is packed."""
     model_type, settings = VARIANTS.get(name, (name, {}))
     if limit == 8191:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,14 +52,7 @@ FORMS = [PLAIN, HeadForm(scale=0.0625), HeadForm(cap=2.5), HeadForm(8.0, 30.0)]
         *((loss, torch.float64, 1e-12) for loss in (ppo_with_entropy, make_loss(DefaultLoss()), make_loss(GRPOLoss()))),
     ],
 )
-def test_scale_cap_and_bias_equal_those_of_full_logits(
-    form: HeadForm,
-    biased: bool,
-    chunk: int,
-    token_loss: Callable[..., tuple[Tensor, Tensor]],
-    dtype: torch.dtype,
-    tolerance: float,
-) -> None:
+def test_scale_cap_and_bias_equal_those_of_full_logits(form, biased, chunk, token_loss, dtype, tolerance):
     """Values and gradients of hidden states, weight and bias, in one pass and in two, whatever the chunk, are those of
     the whole [tokens, vocabulary] matrix of logits that were scaled and capped before the temperature; so are the sums,
     and what a loss detaches stays detached."""
@@ -82,7 +74,7 @@ def test_scale_cap_and_bias_equal_those_of_full_logits(
             torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 
 
-def test_no_tokens() -> None:
+def test_no_tokens():
     """A micro-batch without loss tokens gives a zero loss, the usual shapes, zero gradients, and runs backward."""
     hidden, weight, labels, inv_t = inputs(0)
     loss, sums = fused_token_loss(hidden, weight, labels, inv_t, torch.zeros(3, 0).double(), ppo_with_entropy, 4)
@@ -93,7 +85,7 @@ def test_no_tokens() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_never_hidden(bad: float) -> None:
+def test_what_is_not_finite_is_never_hidden(bad):
     """A logit that is not finite makes its row NaN, and the loss. A certain label is no such thing."""
     logits = torch.randn(4, 13, generator=torch.Generator().manual_seed(0))
     logits[1, 3], logits[2, 5] = bad, 1e4
@@ -108,7 +100,7 @@ def test_what_is_not_finite_is_never_hidden(bad: float) -> None:
     assert sums[:-MAXIMA].isnan().all()
 
 
-def test_kernels_under_the_interpreter() -> None:
+def test_kernels_under_the_interpreter():
     """Every test of interpreted_kernels.py passes, in a process: Triton decides at import whether it interprets."""
     pytest.importorskip("triton")
     done = subprocess.run(

@@ -26,7 +26,6 @@ from prime_rl.config.trainer import (
 from prime_rl.errors import UserError
 from prime_rl.trainer import policy_losses
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, divergence, make_loss
-from prime_rl.trainer.parallel import World
 from prime_rl.trainer.rl import data as rl_data
 from prime_rl.trainer.rl.data import document
 from prime_rl.transport.rollouts import Sample
@@ -35,9 +34,6 @@ from support.losses import slopes, step_loss
 
 def tensor(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-# ---- by hand
 
 
 OVERFLOWING = {
@@ -51,7 +47,7 @@ OVERFLOWING = {
 
 
 @pytest.mark.parametrize(("kind", "config"), [(kind, one) for kind, (_, many) in OVERFLOWING.items() for one in many])
-def test_overflowing_ratio_in_the_whole_loss(kind: str, config: LossConfig) -> None:
+def test_overflowing_ratio_in_the_whole_loss(kind, config):
     """Contract: nor does it harm the components that it feeds nothing to, or a policy loss in which it has no
     advantage; the other token is trained as ever. (The loss of a negative advantage that nothing bounds is infinite
     indeed.)"""
@@ -69,7 +65,7 @@ def test_overflowing_ratio_in_the_whole_loss(kind: str, config: LossConfig) -> N
     assert sums.isfinite().all()
 
 
-def test_k3_is_bounded() -> None:
+def test_k3_is_bounded():
     """Contract: however far a token is below the reference, value and gradient are finite, the gradient at most 9 and
     never zero; where the reference holds it to be up to 10 times as probable, k3 is what it is defined to be. Value and
     gradient go on from there without a jump."""
@@ -81,9 +77,6 @@ def test_k3_is_bounded() -> None:
     assert slopes.tolist() == pytest.approx([-9, -9, -9, -9, -9], rel=2e-3)
     assert value[3:].tolist() == pytest.approx([math.expm1(2.302) - 2.302, math.expm1(2.303) - 2.303], rel=1e-5)
     assert value[0].item() == pytest.approx(9 - math.log(10) + 9 * (19 - math.log(10)))
-
-
-# ---- independently
 
 
 def ragged(seed: int = 0) -> list[Sample]:
@@ -227,7 +220,7 @@ every_loss = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.key
 
 
 @every_loss
-def test_against_an_independent_implementation(config: LossConfig, world: World) -> None:
+def test_against_an_independent_implementation(config, world):
     """Contract: the step's loss and gradient are those of a loop over sequences and tokens by the definitions."""
     for seed in range(5):
         samples = ragged(seed)
@@ -238,7 +231,7 @@ def test_against_an_independent_implementation(config: LossConfig, world: World)
 
 
 @every_loss
-def test_partition_does_not_matter(config: LossConfig, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partition_does_not_matter(config, world, monkeypatch):
     """Contract: one micro-batch, one of each sample, another order, or two ranks: the same loss and gradient."""
     samples = ragged()
     new = policy(samples)
@@ -257,9 +250,6 @@ def test_partition_does_not_matter(config: LossConfig, world: World, monkeypatch
     for got in (of_ranks, *(step_loss(config, samples, new, world, pack) for pack in packs)):
         assert got.item() == pytest.approx(whole.item(), rel=1e-6)
         np.testing.assert_allclose(slopes(got, new).numpy(), want, rtol=1e-5, atol=1e-9)
-
-
-# ---- one's own
 
 
 def plain_gradient(logprob: Tensor, old: Tensor, advantage: Tensor, *, weight: float = 1.0) -> Tensor:
@@ -297,7 +287,7 @@ def misshaped(logprob: Tensor, old: Tensor, advantage: Tensor, *, kind: str) -> 
     ],
     ids=["tokens", "sequences", "file"],
 )
-def test_a_loss_of_ones_own(custom: LossConfig, same: LossConfig, world: World) -> None:
+def test_a_loss_of_ones_own(custom, same, world):
     """Contract: a function from a module or a file stands in for the policy loss, of tokens or of sequences."""
     samples = ragged()
     new = policy(samples)
@@ -306,14 +296,14 @@ def test_a_loss_of_ones_own(custom: LossConfig, same: LossConfig, world: World) 
 
 
 @pytest.mark.parametrize("kind", GIVEN)
-def test_what_a_loss_of_ones_own_gives_is_checked(kind: str) -> None:
+def test_what_a_loss_of_ones_own_gives_is_checked(kind):
     """Contract: said with the setting's name before anything is trained. (How functions are loaded: test_importing.)"""
     with pytest.raises(UserError, match=GIVEN[kind][1]) as caught:
         make_loss(CustomLoss(path=f"{__name__}:misshaped", args={"kind": kind}))
     assert str(caught.value).startswith("loss.path: ")
 
 
-def test_a_reference_that_samples_do_not_have() -> None:
+def test_a_reference_that_samples_do_not_have():
     """Contract: a divergence from nothing is refused, naming the sample and the setting."""
     sample = replace(ragged()[0], ref_logprobs=None, ref_kl_weight=None)
     document(sample)
@@ -333,7 +323,7 @@ def test_a_reference_that_samples_do_not_have() -> None:
         ({"type": "reinforce", "importance": "mask", "level": "sequence", "low": 2.0}, "low 2.0 is not below high 2.0"),
     ],
 )
-def test_settings_without_effect_are_refused(values: dict[str, Any], message: str) -> None:
+def test_settings_without_effect_are_refused(values, message):
     """Contract: what is given counts, or is refused."""
     with pytest.raises(ValueError, match=message):
         TypeAdapter(LossConfig).validate_python(values)

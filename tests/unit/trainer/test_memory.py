@@ -62,7 +62,7 @@ def prototype_peak(shape: Shape, estimated: Estimate) -> float:
 
 
 @pytest.mark.parametrize(("name", "thousands", "how", "gib"), MEASURED, ids=str)
-def test_estimate_against_the_h200(name: str, thousands: int, how: str, gib: float, shapes: dict[str, Shape]) -> None:
+def test_estimate_against_the_h200(name, thousands, how, gib, shapes):
     """Peaks within 2 % (the plan leaves 3 %)."""
     shape, level, chunk = shapes[name], how.split(",")[0], 1024 if "chunk" in how else 4096
     estimated = estimate(shape, Job(thousands * 1024), everywhere(shape, level, chunk))  # type: ignore[arg-type]
@@ -84,16 +84,7 @@ CHOICES: list[tuple[str, int, float, dict[str, int], int, bool, int]] = [
 
 
 @pytest.mark.parametrize(("name", "thousands", "gib", "levels", "chunk", "reshard", "offloaded"), CHOICES, ids=str)
-def test_choice(
-    name: str,
-    thousands: int,
-    gib: float,
-    levels: dict[str, int],
-    chunk: int,
-    reshard: bool,
-    offloaded: int,
-    shapes: dict[str, Shape],
-) -> None:
+def test_choice(name, thousands, gib, levels, chunk, reshard, offloaded, shapes):
     """No more is recomputed than the memory asks for, the leaner level first. Layers offload where one computes long
     enough to hide it; none if it is forbidden or the host has no room."""
     shape, job = shapes[name], Job(thousands * 1024)
@@ -108,7 +99,7 @@ def test_choice(
     assert chosen(shape, gib, job.tokens, host=0) == plain
 
 
-def test_the_user_has_the_last_word(shapes: dict[str, Shape]) -> None:
+def test_the_user_has_the_last_word(shapes):
     """What is set stays, whether it fits or not; what is left open is fitted around it."""
     settings = chosen(shapes["4B"], 80, activation_checkpointing="full", head_chunk=777)
     assert (set(settings.levels), settings.head_chunk) == ({"full"}, 777)
@@ -135,7 +126,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MemoryPlan]:
     return plan
 
 
-def test_plan(planned: Callable[..., MemoryPlan], caplog: pytest.LogCaptureFixture) -> None:
+def test_plan(planned, caplog):
     """It is for the free memory less what libraries will take beside torch, and is logged in one line: the choice, the
     estimate by parts, what is offloaded, and a warning with remedies where even the leanest way does not fit. Nothing
     is planned on a CPU or without a size."""
@@ -160,7 +151,7 @@ def test_plan(planned: Callable[..., MemoryPlan], caplog: pytest.LogCaptureFixtu
         assert nothing.estimated is None
 
 
-def test_host_memory_of_offloading(planned: Callable[..., MemoryPlan]) -> None:
+def test_host_memory_of_offloading(planned):
     """At most half of this rank's part of what the host has beside two copies of the weights (15 GiB)."""
     plan = planned(139, 65536, host=80)
     assert plan.settings.levels.count("wide") > 17
@@ -169,7 +160,7 @@ def test_host_memory_of_offloading(planned: Callable[..., MemoryPlan]) -> None:
     assert not planned(139, 65536, host=3).settings.offloaded
 
 
-def test_out_of_memory_in_words(shapes: dict[str, Shape]) -> None:
+def test_out_of_memory_in_words(shapes):
     """One line: what torch says, what is taken by the estimate, the largest part first, and what takes less."""
     settings = everywhere(shapes["4B"], "none")
     plan = MemoryPlan(settings, estimate(shapes["4B"], Job(16384), settings))

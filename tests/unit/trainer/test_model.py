@@ -17,9 +17,8 @@ from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
 from prime_rl.trainer.lm_head import PLAIN
 from prime_rl.trainer.loss import cross_entropy
-from prime_rl.trainer.model import Policy, build_policy
+from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.packing import collate, to_device
-from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import find_model
 from support import trainer as support
@@ -41,9 +40,7 @@ def change_logits(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Te
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", forward)
 
 
-def test_a_scale_and_a_cap(
-    tied_model: Path, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scale_and_a_cap(tied_model, make_policy, monkeypatch):
     """An unknown forward's scale and cap are read off it, to float32's accuracy; and nothing off a plain one."""
     assert make_policy(tied_model).head_form == PLAIN
     change_logits(monkeypatch, lambda logits: 30 * torch.tanh(logits.float() / 3.7 / 30))
@@ -63,9 +60,7 @@ OTHER_CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("change", OTHER_CHANGES)
-def test_other_changes_of_logits_are_refused(
-    change: str, tied_model: Path, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_changes_of_logits_are_refused(change, tied_model, make_policy, monkeypatch):
     """What is neither a scale nor a soft-cap nor a bias is refused in one line with the architecture and the error."""
     change_logits(monkeypatch, OTHER_CHANGES[change])
     message = "does not compute logits" if change == "failing" else r"changes its logits by more .* off by (\d|nan)"
@@ -74,7 +69,7 @@ def test_other_changes_of_logits_are_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_backward_has_the_weights_that_it_reads(dense_model: Path, make_policy: Callable[..., Policy]) -> None:
+def test_backward_has_the_weights_that_it_reads(dense_model, make_policy):
     """Where weights are freed, one pass keeps those of embedding and head neither after forward nor while backward is
     in the layers; two passes read the head's again in backward. Both give the same gradients, again and again."""
     policy = make_policy(dense_model, reshard_after_forward=True)
@@ -99,9 +94,7 @@ def test_backward_has_the_weights_that_it_reads(dense_model: Path, make_policy: 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_of_a_single_rank_have_the_bits_of_torchs(
-    dtype: str, each_model: Path, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_a_single_rank_have_the_bits_of_torchs(dtype, each_model, make_policy, monkeypatch):
     """Added up where they are, over two steps of two micro-batches, with weights gathered (no FSDP) or freed."""
     groups = [support.random_documents((17, 30)), support.random_documents((25,))]
     ours = [make_policy(each_model, dtype=dtype, reshard_after_forward=reshard) for reshard in (False, True)]
@@ -125,7 +118,7 @@ def test_gradients_of_a_single_rank_have_the_bits_of_torchs(
                 parameter.to_local().detach().mul_(1.01)
 
 
-def test_a_last_norm_of_another_name(make_policy: Callable[..., Policy], tmp_path: Path) -> None:
+def test_a_last_norm_of_another_name(make_policy, tmp_path):
     """Persimmon's last norm is no part of the root, whose weights are freed before backward."""
     build_reference(tiny_config("persimmon"), tmp_path)
     groups = [support.random_documents((17, 30)), support.random_documents((25,))]
@@ -165,7 +158,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", BREAKAGES)
-def test_broken_model_directory(name: str, world: World, moe_model: Path, tmp_path: Path) -> None:
+def test_broken_model_directory(name, world, moe_model, tmp_path):
     """Each way a model directory can be broken is one clear line. A missing path is not looked up on the hub."""
     change, message = BREAKAGES[name]
     directory = Path(shutil.copytree(moe_model, tmp_path / "model"))
@@ -178,7 +171,7 @@ def test_broken_model_directory(name: str, world: World, moe_model: Path, tmp_pa
             find_model(missing)
 
 
-def test_random_weights_follow_the_seed(world: World, tied_model: Path, tmp_path: Path) -> None:
+def test_random_weights_follow_the_seed(world, tied_model, tmp_path):
     """The same seed gives the same random model, another seed another one, and norms are 1."""
     (tmp_path / "config.json").write_text((tied_model / "config.json").read_text())
     source = find_model(str(tmp_path), random_weights=True)

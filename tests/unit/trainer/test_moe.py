@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer import moe, parameters, router_replay, routing
 from prime_rl.trainer.loss import cross_entropy
-from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import collate, to_device
-from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import StoredTensor, named_parameters
 from prime_rl.trainer.routing import correction_biases, step_metrics, update_biases
 from prime_rl.trainer.sft.train import means
@@ -41,9 +37,7 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_correction_biases_stay_in_float32(
-    family: str, make_policy: Callable[..., Policy], world: World, tmp_path: Path
-) -> None:
+def test_correction_biases_stay_in_float32(family, make_policy, world, tmp_path):
     """Contract: in an export of any dtype, and nothing else."""
     build_reference(tiny_config(family), tmp_path)
     exported = WeightCopy(make_policy(tmp_path), world, torch.bfloat16).tensors
@@ -52,7 +46,7 @@ def test_correction_biases_stay_in_float32(
 
 
 @pytest.mark.parametrize("level", ["pointwise", "wide", "attention"])
-def test_experts_are_chosen_once(level: str, moe_model: Path, make_policy: Callable[..., Policy]) -> None:
+def test_experts_are_chosen_once(level, moe_model, make_policy):
     """What a checkpointed block keeps is in the order of its experts: backward takes their choice as it was."""
 
     class Choices(TorchDispatchMode):
@@ -68,7 +62,7 @@ def test_experts_are_chosen_once(level: str, moe_model: Path, make_policy: Calla
     assert choices.made == 2
 
 
-def test_experts_in_float32_are_not_compiled(moe_model: Path, make_policy: Callable[..., Policy]) -> None:
+def test_experts_in_float32_are_not_compiled(moe_model, make_policy):
     """Contract: refused in one line where compiling was asked for."""
     with pytest.raises(UserError, match="has experts, which compile in bfloat16 only"):
         make_policy(moe_model, compile=True)
@@ -76,9 +70,7 @@ def test_experts_in_float32_are_not_compiled(moe_model: Path, make_policy: Calla
 
 @pytest.mark.parametrize("reshard", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_moe", "hunyuan_v1_moe", "ernie4_5_moe"])
-def test_router_keeps_float32(
-    family: str, reshard: bool, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_router_keeps_float32(family, reshard, make_policy, monkeypatch, tmp_path):
     """In bfloat16 blocks routers get float32, with float32 parameters that have gradients in every micro-batch."""
     build_reference(tiny_config(family), tmp_path)
     seen = []
@@ -107,7 +99,7 @@ def test_router_keeps_float32(
 
 
 @pytest.mark.usefixtures("quick_compiler")
-def test_layers_share_a_graph(moe_model: Path, make_policy: Callable[..., Policy]) -> None:
+def test_layers_share_a_graph(moe_model, make_policy):
     """Contract: the blocks of all layers are compiled once, for training, with routers that FSDP manages."""
     policy = make_policy(moe_model, dtype="bfloat16", compile=True, reshard_after_forward=True)
     torch._dynamo.utils.counters.clear()
@@ -120,7 +112,7 @@ def test_layers_share_a_graph(moe_model: Path, make_policy: Callable[..., Policy
     assert graphs == torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
-def test_fused_files_are_read(moe_model: Path, make_policy: Callable[..., Policy], tmp_path: Path) -> None:
+def test_fused_files_are_read(moe_model, make_policy, tmp_path):
     """Files that hold all experts of a layer in one tensor, as transformers does, give the same weights."""
     lm = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.float32)
     directory = Path(shutil.copytree(moe_model, tmp_path / "model"))
@@ -131,7 +123,7 @@ def test_fused_files_are_read(moe_model: Path, make_policy: Callable[..., Policy
 
 
 @pytest.mark.parametrize("index", [(), (2, slice(1, 3)), (slice(1, 3),)], ids=str)
-def test_slices_of_sharded_parameters(index: Any, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_of_sharded_parameters(index, world, monkeypatch):
     """The rows of all ranks, each from its first one on, are the tensor of the files."""
     whole = torch.arange(5 * 4 * 3).view(5, 4, 3)
     tensor = StoredTensor("", list(whole[index].shape), whole, index)
@@ -147,7 +139,7 @@ def test_slices_of_sharded_parameters(index: Any, world: World, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("family", ["jamba", "llama4_text", "phimoe"])
-def test_routers_that_cannot_be_replayed_are_refused(family: str, tmp_path: Path) -> None:
+def test_routers_that_cannot_be_replayed_are_refused(family, tmp_path):
     """Those that choose otherwise than by the largest scores, or do not return their choice."""
     build_reference(tiny_config(family), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
@@ -164,7 +156,7 @@ REPLAYED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", REPLAYED)
-def test_routers_of_a_family(family: str, tmp_path: Path) -> None:
+def test_routers_of_a_family(family, tmp_path):
     """Contract: a router's choice is replaced, whatever its formula: its own changes nothing, another is computed."""
     build_reference(tiny_config(family, **REPLAYED[family]), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
@@ -190,7 +182,7 @@ def test_routers_of_a_family(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("level", ["none", "pointwise", "full", "compiled", "replayed"])
-def test_a_token_is_counted_once(level: str, moe_model: Path, make_policy: Callable[..., Policy], world: World) -> None:
+def test_a_token_is_counted_once(level, moe_model, make_policy, world):
     """Contract: of all micro-batches, no padding, although backward computes blocks again; replayed experts count."""
     dtype, routers = "bfloat16" if level == "compiled" else "float32", router_replay.Routers(2, (0, 1), 2, 5)
     experts, chosen = np.broadcast_to(np.array([3, 4], dtype=np.int16), (2, 9, 2)), list[Tensor]()
@@ -215,7 +207,7 @@ def test_a_token_is_counted_once(level: str, moe_model: Path, make_policy: Calla
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "granitemoe"])
-def test_auxiliary_loss(family: str, make_policy: Callable[..., Policy], world: World, tmp_path: Path) -> None:
+def test_auxiliary_loss(family, make_policy, world, tmp_path):
     """Contract: value and gradients of transformers' function, the mean over layers and, by tokens, micro-batches."""
     build_reference(tiny_config(family), tmp_path)
     policy = make_policy(tmp_path, moe_aux_loss=0.5, activation_checkpointing="pointwise")
@@ -245,13 +237,13 @@ REFUSED = [("qwen3", "aux_loss"), ("jamba", "aux_loss"), ("deepseek_v3", "aux_lo
 
 
 @pytest.mark.parametrize(("family", "key"), REFUSED)
-def test_others_are_refused(family: str, key: str, make_policy: Callable[..., Policy], tmp_path: Path) -> None:
+def test_others_are_refused(family, key, make_policy, tmp_path):
     build_reference(tiny_config(family), tmp_path)
     with pytest.raises(UserError, match=f"^model.moe_{key}: .*ForCausalLM has no routers with"):
         make_policy(tmp_path, **{f"moe_{key}": 1e-3})
 
 
-def test_correction_biases(run_training: Callable[[TrainerConfig], None], tmp_path: Path) -> None:
+def test_correction_biases(run_training, tmp_path):
     """Contract: those of experts above the mean load fall, others rise. They are exported, also from a run that went on
     from a checkpoint, and the exported model computes what the trainer does."""
     build_reference(tiny_config("deepseek_v3"), tmp_path / "model")

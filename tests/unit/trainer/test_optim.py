@@ -14,11 +14,9 @@ from prime_rl.config.trainer import (
     LinearScheduler,
     Muon,
     OptimConfig,
-    SchedulerConfig,
 )
 from prime_rl.trainer import optim
 from prime_rl.trainer.optim import build_optimizer, clip_gradients, learning_rate
-from prime_rl.trainer.parallel import World
 from support import optim as support
 from support import trainer
 from support.forking import on_ranks
@@ -32,7 +30,7 @@ def updated(config: OptimConfig, steps: int = 4) -> dict[str, Tensor]:
     return support.train(model, build_optimizer(model, config), range(steps))
 
 
-def test_adamw() -> None:
+def test_adamw():
     got = updated(AdamW(lr=1e-2, betas1=0.8, betas2=0.9, weight_decay=0.3))
     for name, value, gradients in support.start_and_gradients():
         want = support.adamw(value, gradients, 1e-2, (0.8, 0.9), 0.3)
@@ -40,9 +38,7 @@ def test_adamw() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
-def test_a_checkpoint_restores_every_bit(
-    config: OptimConfig, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_restores_every_bit(config, world, tmp_path, monkeypatch):
     """Two steps, then two by an optimizer that was given the checkpoint of the first, are the same bits as four on the
     device, wherever the states lie; chunks end within parameters, and outnumber the places on the device."""
     monkeypatch.setattr(optim, "CHUNK", 1024)
@@ -61,8 +57,6 @@ def test_a_checkpoint_restores_every_bit(
             assert torch.equal(value, whole[name]), name
 
 
-# ---- Muon
-
 TOLERANCE = 1e-5  # relative, of each parameter after all steps
 
 
@@ -76,7 +70,7 @@ def newton_schulz(matrix: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("together", [1, 1 << 24], ids=["one by one", "batched"])
-def test_muon(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon(together, monkeypatch):
     """By the formula: momentum, look-ahead, orthogonalization of each matrix by itself (gate and up apart, each expert
     apart), scale, decay. Embeddings, head, norms and biases are AdamW's."""
     monkeypatch.setattr(optim, "_TOGETHER", together)
@@ -95,7 +89,7 @@ def test_muon(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(got[name].double(), value, rtol=1e-5, atol=1e-5)
 
 
-def test_any_number_of_ranks_makes_the_same_updates(tmp_path: Path) -> None:
+def test_any_number_of_ranks_makes_the_same_updates(tmp_path):
     """Four steps on one rank, on two (states in host memory), on two replicas of two, and on four after two: the same.
 
     The shapes divide unevenly among the ranks, and some ranks have no rows at all.
@@ -121,8 +115,6 @@ def test_any_number_of_ranks_makes_the_same_updates(tmp_path: Path) -> None:
             assert difference < TOLERANCE, f"{run['out']}: {name} differs by {difference:.1e}"
 
 
-# ---- the learning rate, and clipping
-
 SETTINGS: dict[str, Any] = {"warmup_steps": 2, "decay_steps": 4, "min_lr": 1.0}
 RISE = [4.5, 9.0, 9.0, 9.0]
 
@@ -136,14 +128,14 @@ RISE = [4.5, 9.0, 9.0, 9.0]
         (LinearScheduler(warmup_steps=0, decay_steps=0, min_lr=0.5), [9.0, 9.0, 9.0]),
     ],
 )
-def test_learning_rate(scheduler: SchedulerConfig, rates: list[float]) -> None:
+def test_learning_rate(scheduler, rates):
     """Rise to the peak without a first step of zero, stay, fall; the last step runs at min_lr if there is a fall."""
     got = [learning_rate(scheduler, 9.0, step, len(rates)) for step in range(len(rates))]
     assert got == pytest.approx(rates)
 
 
 @pytest.mark.parametrize(("limit", "after"), [(1.0, 1.0), (None, 5.0), (10.0, 5.0)])
-def test_clip(limit: float | None, after: float) -> None:
+def test_clip(limit, after):
     """The joint norm is returned as it was and limited to max_norm; None does not clip."""
     model = nn.Linear(1, 2)
     model.weight.grad, model.bias.grad = torch.tensor([[3.0], [0.0]]), torch.tensor([0.0, 4.0])

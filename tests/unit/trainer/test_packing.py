@@ -77,8 +77,6 @@ def test_padding(documents: int, multiple: int, tokens: int) -> None:
     assert (placed.cu_seqlens.diff() > 0).all()
 
 
-# ---- a step's data, prepared ahead
-
 world, tied_model = support.world, support.tied_model
 
 

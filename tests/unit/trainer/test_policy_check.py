@@ -1,9 +1,7 @@
 """Before training a policy is compared with the model's own forward: right ones pass and stay as they are, wrong ones
 are refused."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from torch._dynamo.utils import counters
 from prime_rl.errors import UserError
 from prime_rl.trainer import attention
 from prime_rl.trainer.model import Policy
-from prime_rl.trainer.parallel import World
 from prime_rl.trainer.policy_check import check_policy
 from support import trainer as support
 from support.architectures import build_reference, tiny_config
@@ -26,9 +23,7 @@ SETTINGS: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["gathered", "sharded", "compiled"])
-def test_right_policies_pass_and_stay_as_they_are(
-    settings: dict[str, object], each_model: Path, world: World, make_policy: Callable[..., Policy]
-) -> None:
+def test_right_policies_pass_and_stay_as_they_are(settings, each_model, world, make_policy):
     """Contract: in every set-up the check compiles nothing, and the next step's gradients are those without it."""
     groups = [support.random_documents((17, 30)), support.random_documents((25,))]
     plain, policy = (make_policy(each_model, **settings) for _ in range(2))
@@ -66,16 +61,7 @@ MODELS = ("granite", 0, "float32"), ("granite", 0, "bfloat16"), ("mellum", 1, "b
 
 @pytest.mark.parametrize(("model_type", "seed", "dtype"), MODELS)
 @pytest.mark.parametrize("fault", [leak, skew_scale, break_weight])
-def test_wrong_policies_are_refused(
-    fault: Callable[[pytest.MonkeyPatch, Policy], None],
-    model_type: str,
-    seed: int,
-    dtype: str,
-    world: World,
-    make_policy: Callable[..., Policy],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_wrong_policies_are_refused(fault, model_type, seed, dtype, world, make_policy, monkeypatch, tmp_path):
     """Contract: a document that sees the one before it, logits of another scale, and what is not a number are refused
     in one line with the architecture and the difference; right models pass, however large their rounding."""
     build_reference(tiny_config(model_type), tmp_path, seed)
@@ -89,9 +75,7 @@ def test_wrong_policies_are_refused(
     assert policy.lm.config._attn_implementation == attention.NAME
 
 
-def test_a_forward_that_fails_is_refused(
-    world: World, tied_model: Path, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_that_fails_is_refused(world, tied_model, make_policy, monkeypatch):
     """Contract: what the model's code raises on packed documents is one line with the architecture, before training."""
     policy = make_policy(tied_model)
     monkeypatch.setattr(policy.lm.model.norm, "forward", lambda hidden: hidden @ hidden)

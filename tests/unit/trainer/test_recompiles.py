@@ -1,8 +1,6 @@
 """Compiled blocks take any packing: after the first shapes have been seen nothing is compiled again."""
 
 import functools
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,10 +14,9 @@ from conftest import make_tiny_model
 from prime_rl.config.trainer import DefaultLoss, GSPOLoss, LossConfig
 from prime_rl.trainer.lm_head import fused_token_loss
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, cross_entropy, make_loss
-from prime_rl.trainer.model import Policy
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.packing import Document, MicroBatch, collate
-from prime_rl.trainer.parallel import World, local_part
+from prime_rl.trainer.parallel import local_part
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.router_replay import Routers, set_up
 from prime_rl.trainer.training_loop import forward_backward, optimizer_step, warm_up
@@ -50,9 +47,7 @@ def packs(streams: int, routers: Routers | None = None) -> list[list[MicroBatch]
 
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("replays", [False, True])
-def test_experts_are_not_compiled_again(
-    replays: bool, world: World, make_policy: Callable[..., Policy], tmp_path: Path
-) -> None:
+def test_experts_are_not_compiled_again(replays, world, make_policy, tmp_path):
     """Contract: once two steps were made nothing compiles again, for no number of tokens, documents and loss tokens,
     nor for the experts that are replayed. (Dense models: `test_warm_up`.)"""
     settings = {"dtype": "bfloat16", "activation_checkpointing": "attention"}
@@ -71,9 +66,7 @@ def test_experts_are_not_compiled_again(
 
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("loss", [DefaultLoss(), GSPOLoss()], ids=lambda loss: loss.type)
-def test_warm_up(
-    loss: LossConfig, world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path
-) -> None:
+def test_warm_up(loss, world, make_policy, tied_model, tmp_path):
     """Contract: a made-up batch of the run's shapes compiles all that its steps and the scoring of versions need,
     whatever is packed. Weights, states of the optimizer and the next step's gradients are the same bits as without."""
     loss_of, config = make_loss(loss), support.make_config(tmp_path, tied_model, loss=loss)
@@ -121,7 +114,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize("values", LOSSES, ids=lambda values: "-".join(map(str, values.values())))
-def test_every_loss_is_one_graph(values: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_loss_is_one_graph(values, monkeypatch):
     """Contract: with its derivative and metrics a loss of tokens is traced once, without a break, for chunks of any
     length, one token or none included, sliced or whole; the graph gives the numbers of eager."""
     torch._dynamo.reset()

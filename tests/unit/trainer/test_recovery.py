@@ -118,7 +118,7 @@ POINTS = [
         *((f"{where}:checkpoints/step_2/trainer", False) for where in ("write", "renamed")),
     ],
 )
-def test_dies_and_recovers(point: str, save_async: bool, run: Run, undisturbed: Path, tmp_path: Path) -> None:
+def test_dies_and_recovers(point, save_async, run, undisturbed, tmp_path):
     """Whatever it was committing, a recovered trainer has an undisturbed one's weights, checkpoints and metrics."""
     settings: dict[str, Any] = {"ckpt": {"interval": 2, "save_async": save_async}}
     with dying_at(point):
@@ -139,7 +139,7 @@ def test_dies_and_recovers(point: str, save_async: bool, run: Run, undisturbed: 
         "renamed:weights/step_4/manifest.json",
     ],
 )  # fmt: skip
-def test_dies_while_it_publishes_from_memory(point: str, run: Run, undisturbed: Path, tmp_path: Path) -> None:
+def test_dies_while_it_publishes_from_memory(point, run, undisturbed, tmp_path):
     """Contract: whenever a trainer dies, each version that stands is whole, and the next incarnation cleans up."""
     memory, weights = {"keep": None, "transport": "memory", "host": "127.0.0.1"}, tmp_path / "weights"
     with dying_at(point):
@@ -165,9 +165,7 @@ def damage(state: Path) -> None:
     file.write_bytes(file.read_bytes()[:-7])
 
 
-def test_recovers_from_an_older_state(
-    run: Run, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_recovers_from_an_older_state(run, undisturbed, tmp_path, caplog):
     """Damaged states are passed over, with a warning; what was made from them is made again, the same."""
     run()
     for directory in (tmp_path / "checkpoints" / "step_4" / "trainer", tmp_path / "recovery" / "step_3"):
@@ -181,7 +179,7 @@ def test_recovers_from_an_older_state(
     assert (tmp_path / "checkpoints" / "given_up_1_step_4" / "trainer" / "state").is_dir()
 
 
-def test_recovers_from_nothing(run: Run, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_recovers_from_nothing(run, undisturbed, tmp_path, caplog):
     """Without any state a trainer recovers from the base model, says how much is made again."""
     run(ckpt=None, recovery_interval=None, max_steps=3)
     run(ckpt=None, recovery_interval=None, recover=True)
@@ -192,9 +190,7 @@ def test_recovers_from_nothing(run: Run, undisturbed: Path, tmp_path: Path, capl
     assert [manifest.incarnation for manifest in manifests] == [1, 1, 1, 1]
 
 
-def test_a_stopped_run_goes_on_from_where_it_stopped(
-    run: Run, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_goes_on_from_where_it_stopped(run, undisturbed, tmp_path, monkeypatch):
     """Contract: also without `ckpt`, where the last recovery checkpoint may be long ago."""
     with monkeypatch.context() as patch:
         patch.setattr(training_loop, "stop_signal", lambda: (tmp_path / "weights" / "step_2").is_dir)
@@ -207,7 +203,7 @@ def test_a_stopped_run_goes_on_from_where_it_stopped(
 
 
 @pytest.mark.parametrize("saved", [{}, {"ckpt": None}, {"ckpt": None, "recovery_interval": None}])
-def test_recovering_a_finished_run(saved: dict[str, Any], run: Run, undisturbed: Path, tmp_path: Path) -> None:
+def test_recovering_a_finished_run(saved, run, undisturbed, tmp_path):
     """A finished run that is to be recovered is left as it is, whether a state was saved or none."""
     for recover in (False, True):
         run(recover=recover, **saved)
@@ -217,14 +213,14 @@ def test_recovering_a_finished_run(saved: dict[str, Any], run: Run, undisturbed:
     assert read_status(tmp_path)["trainer"].outcome == "finished"
 
 
-def test_the_last_checkpoint_cannot_be_saved(run: Run, tmp_path: Path) -> None:
+def test_the_last_checkpoint_cannot_be_saved(run, tmp_path):
     """What stands in its place is no checkpoint: the run must not end as if it were one."""
     (tmp_path / "checkpoints" / "step_4" / "trainer" / "foreign").mkdir(parents=True)
     with pytest.raises(UserError, match="step_4/trainer is in the way"):
         run(ckpt={"interval": 100})
 
 
-def test_the_joint_manifest_is_the_orchestrators(run: Run, tmp_path: Path) -> None:
+def test_the_joint_manifest_is_the_orchestrators(run, tmp_path):
     """Where an orchestrator takes part the trainer commits its parts alone, and removes none."""
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "orchestrator.toml").touch()
@@ -235,7 +231,7 @@ def test_the_joint_manifest_is_the_orchestrators(run: Run, tmp_path: Path) -> No
         run(ckpt={"resume_step": -1})
 
 
-def test_weights_that_checkpoints_need_stay(run: Run, tmp_path: Path) -> None:
+def test_weights_that_checkpoints_need_stay(run, tmp_path):
     """[N - async_level, N] of each kept checkpoint N stay, also while it is still being written."""
     ckpt = {"interval": 1, "keep": 1, "keep_interval": 4, "save_async": True}
     run(max_steps=9, async_level=1, ckpt=ckpt, weights={"keep": 0})
@@ -243,7 +239,7 @@ def test_weights_that_checkpoints_need_stay(run: Run, tmp_path: Path) -> None:
     assert list_steps(tmp_path / "weights") == [0, 3, 4, 7, 8, 9]
 
 
-def test_nobody_waits_for_a_recovery_checkpoint(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_recovery_checkpoint(run, tmp_path, monkeypatch):
     """Contract: by the clock the first is early; while one is written the loop goes on, and the next comes later."""
     steps, saved = 14, list[int]()
 
@@ -264,9 +260,7 @@ def test_nobody_waits_for_a_recovery_checkpoint(run: Run, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(("interval", "expected"), [(5, [5]), (7, [3, 7])])
-def test_a_checkpoint_waits_for_no_recovery_checkpoint(
-    interval: int, expected: list[int], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_waits_for_no_recovery_checkpoint(interval, expected, run, tmp_path, monkeypatch):
     """Contract: by the clock none is begun within three steps of a checkpoint, which would wait until it is written."""
     saved = list[str]()
     monkeypatch.setattr(faults, "point", lambda name, file=None: saved.append(name))
@@ -288,9 +282,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("message", "settings", "foreign"), REFUSALS, ids=str)
-def test_who_is_refused_leaves_no_trace(
-    message: str, settings: dict[str, Any], foreign: str | None, run: Run, untied_model: Path, tmp_path: Path
-) -> None:
+def test_who_is_refused_leaves_no_trace(message, settings, foreign, run, untied_model, tmp_path):
     """A trainer that may not go on in a run directory, or finds what is not ours under our names, changes no file."""
     run(max_steps=2, weights={"keep": 1})
     if foreign is not None:
@@ -309,7 +301,7 @@ def test_who_is_refused_leaves_no_trace(
     assert files() == before
 
 
-def test_only_damaged_states_are_no_reason_to_start_over(run: Run, undisturbed: Path, tmp_path: Path) -> None:
+def test_only_damaged_states_are_no_reason_to_start_over(run, undisturbed, tmp_path):
     """Where no saved state is whole, nothing is given up: the user is told which they are, and may move them away."""
     run(ckpt=None, max_steps=3)
     state = tmp_path / "recovery" / "step_3"
@@ -325,7 +317,7 @@ def test_only_damaged_states_are_no_reason_to_start_over(run: Run, undisturbed: 
     assert hashes(tmp_path) == hashes(undisturbed)
 
 
-def test_a_mistyped_step_loses_no_checkpoint(run: Run, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_mistyped_step_loses_no_checkpoint(run, undisturbed, tmp_path):
     """Going back by hand keeps later checkpoints under other names."""
     run()
     run(ckpt={"interval": 2, "resume_step": 2})
@@ -334,7 +326,7 @@ def test_a_mistyped_step_loses_no_checkpoint(run: Run, undisturbed: Path, tmp_pa
     assert list(read_incarnations(tmp_path).values()) == [0, 2]
 
 
-def test_the_state_it_began_from_is_gone(run: Run, tmp_path: Path) -> None:
+def test_the_state_it_began_from_is_gone(run, tmp_path):
     """An incarnation that began at step 2 does not recover from the base model, which is another history."""
     run(max_steps=2, recovery_interval=None)
     with dying_at("renamed:incarnations/1.json"):
@@ -345,9 +337,7 @@ def test_the_state_it_began_from_is_gone(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["weights/step_2", "recovery/step_1"])
-def test_an_outlived_trainer_commits_no_more(
-    place: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_outlived_trainer_commits_no_more(place, run, tmp_path, monkeypatch):
     """Once a later incarnation is opened the earlier trainer ends, by a message, before it commits anything."""
 
     def point(name: str, file: Path | None = None) -> None:
@@ -360,7 +350,7 @@ def test_an_outlived_trainer_commits_no_more(
     assert not (tmp_path / place).exists()
 
 
-def test_two_runs_with_one_place_for_checkpoints(run: Run, tmp_path: Path) -> None:
+def test_two_runs_with_one_place_for_checkpoints(run, tmp_path):
     """The second one is refused, whether it begins anew or would go on from a checkpoint that is not the newest."""
     one, two = tmp_path / "one", tmp_path / "two"
     ckpt: dict[str, Any] = {"interval": 2, "output_dir": tmp_path}
@@ -371,8 +361,6 @@ def test_two_runs_with_one_place_for_checkpoints(run: Run, tmp_path: Path) -> No
         run(two, ckpt={**ckpt, "resume_step": 2})
     assert complete_steps(tmp_path / "checkpoints") == [2, 4]
 
-
-# ---- a file system that fails
 
 FAILS = r"\S* cannot be written \(Input/output error\): nothing was committed, and what was committed before"
 
@@ -393,7 +381,7 @@ def failing_under(place: str, call: Callable[..., Any]) -> Callable[..., Any]:
     ("place", "committed"),
     [("/weights/.step_2", [0, 1]), ("/checkpoints/step_2/", [0, 1, 2]), ("/recovery/.step_1", [0, 1])],
 )
-def test_input_output_error(place: str, committed: list[int], save_async: bool, run: Run, tmp_path: Path) -> None:
+def test_input_output_error(place, committed, save_async, run, tmp_path):
     """The run ends with the place and the reason; committed versions are whole, and --recover goes on to the end."""
     settings: dict[str, Any] = {"max_steps": 2, "ckpt": {"interval": 2, "save_async": save_async}}
     with pytest.MonkeyPatch.context() as patch:
@@ -412,7 +400,7 @@ def test_input_output_error(place: str, committed: list[int], save_async: bool, 
     assert list_steps(tmp_path / "weights") == [0, 1, 2]
 
 
-def test_background_failure_is_heard_at_a_following_step(run: Run, tmp_path: Path) -> None:
+def test_background_failure_is_heard_at_a_following_step(run, tmp_path):
     """The loop does not run on for ever while its checkpoints fail."""
 
     def full(name: str, file: Path | None = None) -> None:
@@ -427,7 +415,7 @@ def test_background_failure_is_heard_at_a_following_step(run: Run, tmp_path: Pat
     assert not list((tmp_path / "checkpoints").glob("step_*/*"))
 
 
-def test_versions_of_a_checkpoint_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_of_a_checkpoint_stay(run, monkeypatch):
     """Contract: while it is written, `needed` names it, also when the loop waits for that before it saves the next."""
     named, commit = list[bool](), Checkpoints._await_dependencies
 

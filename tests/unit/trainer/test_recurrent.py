@@ -21,9 +21,8 @@ from prime_rl.errors import UserError
 from prime_rl.trainer import perf, recurrent, recurrent_kernels
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.memory import Shape
-from prime_rl.trainer.model import Policy, build_policy
+from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.packing import collate
-from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.policy_check import check_policy
 from prime_rl.trainer.source import find_model
@@ -58,9 +57,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     ids=["pointwise", "full", "sharded and offloaded"],
 )
 @pytest.mark.parametrize("model_type", KINDS)
-def test_what_is_computed_again_is_the_same(
-    model_type: str, settings: dict[str, Any], saved: Callable[[str], Path], make_policy: Callable[..., Policy]
-) -> None:
+def test_what_is_computed_again_is_the_same(model_type, settings, saved, make_policy):
     """Even when another micro-batch went through the layers between forward and backward."""
     groups = [support.random_documents(LENGTHS), support.random_documents((3, 30))]
     want = support.gradients(make_policy(saved(model_type), activation_checkpointing="none"), groups)
@@ -77,7 +74,7 @@ def test_what_is_computed_again_is_the_same(
 
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize(("name", "kinds"), [("recurrent_gemma", 1), ("granite_swa", 2), ("llama4 chunks", 2)])
-def test_what_is_compiled_is_the_same(name: str, kinds: int, saved: Callable[[str], Path], world: World) -> None:
+def test_what_is_compiled_is_the_same(name, kinds, saved, world):
     """Whole layers with attention (also with a product of symbolic width, with windows, chunks and temperatures), which
     are one graph for each kind and all packs, and feed-forward layers around recurrent modules."""
     source = find_model(str(saved(name)))
@@ -125,7 +122,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, ignored: int = 0, slope: float 
     ("kernels", "reason"),
     [(None, "No module named 'fla'"), ({"ignored": 1}, "do not keep documents apart"), ({"slope": 1.05}, "off by 5")],
 )
-def test_kernels_are_tried(kernels: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_tried(kernels, reason, monkeypatch):
     """One that ignores boundaries, or has a wrong gradient, is not trusted; nor is one that is missing."""
     if kernels is not None:
         use_kernels(monkeypatch, **kernels)
@@ -135,7 +132,7 @@ def test_kernels_are_tried(kernels: Any, reason: str, monkeypatch: pytest.Monkey
     assert reason in str(recurrent.try_at_once(mixer, width, torch.float32, torch.device("cpu")))
 
 
-def test_another_librarys_convolution() -> None:
+def test_another_librarys_convolution():
     """Of causal-conv1d, which transformers takes where it is installed, `activation` is no fourth argument."""
 
     def convolve(x: Tensor, weight: Tensor, bias: Any = None, seq_idx: Any = None, activation: Any = None) -> Any:
@@ -147,9 +144,7 @@ def test_another_librarys_convolution() -> None:
 
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize(("model_type", "kind"), [("qwen3_5_text", "linear_attention"), ("lfm2", "conv")])
-def test_all_documents_at_once(
-    model_type: str, kind: str, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_all_documents_at_once(model_type, kind, world, monkeypatch, tmp_path):
     """Tried, and compiled with the layer, it is one document at a time, for any number and length of documents; one
     graph serves all layers of a kind."""
     use_kernels(monkeypatch)
@@ -167,7 +162,7 @@ def test_all_documents_at_once(
     check_policy(policy, "tiny", world, torch.float32)
 
 
-def test_what_is_counted() -> None:
+def test_what_is_counted():
     """Attention counts where it is, convolutions whole, and a recurrent layer's projections take memory."""
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(tiny_config("qwen3_5_text"))
@@ -179,7 +174,7 @@ def test_what_is_counted() -> None:
     assert Shape.of(lm).mixed == sum(projection.out_features for projection in projections)
 
 
-def test_shared_layers_are_refused(make_policy: Callable[..., Policy], tmp_path: Path) -> None:
+def test_shared_layers_are_refused(make_policy, tmp_path):
     build_reference(tiny_config("zamba"), tmp_path)
     with pytest.raises(UserError, match=r"\(ZambaForCausalLM\) shares weights between its layers"):
         make_policy(tmp_path)

@@ -12,9 +12,8 @@ from prime_rl.config import TrainerConfig
 from prime_rl.config.trainer import DefaultLoss
 from prime_rl.errors import UserError
 from prime_rl.trainer.loss import STREAMS, make_loss
-from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import collate
-from prime_rl.trainer.parallel import ToHost, World, local_part
+from prime_rl.trainer.parallel import ToHost, local_part
 from prime_rl.trainer.reference_scorer import ReferenceScorer, finite_reference
 from prime_rl.trainer.training_loop import forward_backward
 from prime_rl.transport.weights import REFERENCE_TOKENS, LogprobReference, reference_tokens, weights_manifest
@@ -46,9 +45,7 @@ def check(directory: Path) -> None:
     ("which", "dtype"),
     [("tied", "float32"), ("untied", "bfloat16"), ("experts", "bfloat16"), ("granite", "float32"), ("phi", "bfloat16")],
 )
-def test_every_version_says_what_its_files_compute(
-    which: str, dtype: str, run_training: Run, tied_model: Path, tmp_path: Path
-) -> None:
+def test_every_version_says_what_its_files_compute(which, dtype, run_training, tied_model, tmp_path):
     """Contract: base, trained and resumed versions alike, also where they are rounded for the export: the prompt's
     log-probabilities are those of the files, to float32's accuracy."""
     if which in ("granite", "phi"):  # a scale, a bias
@@ -70,9 +67,7 @@ def test_every_version_says_what_its_files_compute(
 
 @pytest.mark.parametrize("exported", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("experts", [0, 4])
-def test_scoring_leaves_no_trace(
-    experts: int, exported: torch.dtype, world: World, make_policy: Callable[..., Policy], tmp_path: Path
-) -> None:
+def test_scoring_leaves_no_trace(experts, exported, world, make_policy, tmp_path):
     """Contract: between two steps it changes no weights or gradients, even rounded; the next forward gathers anew."""
     model = make_tiny_model(tmp_path / "model", experts=experts)
     documents = support.random_documents((20, 30), len(STREAMS))
@@ -102,7 +97,7 @@ def test_scoring_leaves_no_trace(
     assert all(map(torch.equal, *found))
 
 
-def test_weights_that_compute_no_numbers_are_not_committed() -> None:
+def test_weights_that_compute_no_numbers_are_not_committed():
     """Contract: what a step made is not served when it computes no numbers, however finite its gradient was."""
     assert finite_reference((1, 2), ToHost(torch.tensor([-0.5]))) == LogprobReference((1, 2), (-0.5,))
     for bad in (torch.nan, -torch.inf):

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy
@@ -79,9 +78,7 @@ def gradients(policy: Policy, batches: list[MicroBatch]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("reshard", [False, True])
 @pytest.mark.parametrize("level", ["none", "pointwise", "wide", "attention", "full"])
-def test_other_experts_are_computed_with(
-    level: str, reshard: bool, moe_model: Path, make_policy: Callable[..., Policy]
-) -> None:
+def test_other_experts_are_computed_with(level, reshard, moe_model, make_policy):
     """Contract: log-probabilities and all gradients, routers' too, are transformers' with the same experts; whatever
     is packed, also for tokens without any; whatever is recomputed in backward. A batch without experts after one
     that has some is computed as before."""
@@ -123,7 +120,7 @@ def test_other_experts_are_computed_with(
 
 
 @pytest.mark.usefixtures("quick_compiler")
-def test_compiled(moe_model: Path, make_policy: Callable[..., Policy]) -> None:
+def test_compiled(moe_model, make_policy):
     """Contract: compiled, checkpointed blocks compute with the experts of eager ones, up to bfloat16 rounding."""
     settings = {"dtype": "bfloat16", "activation_checkpointing": "attention"}
     documents = [
@@ -141,7 +138,7 @@ def test_compiled(moe_model: Path, make_policy: Callable[..., Policy]) -> None:
         assert effect > 4 * error, name
 
 
-def test_packed() -> None:
+def test_packed():
     """Contract: each document's experts lie where its tokens do; padding and tokens beyond them have none."""
     documents = [
         Document(np.arange(n), np.ones(n, dtype=bool), 1.0, np.zeros((1, n), dtype=np.float32), experts)
@@ -167,13 +164,13 @@ def test_packed() -> None:
         (np.array([[0, 1, 2, 3], [0, 1, 0, 0]], dtype=np.uint16), "the same expert twice"),
     ],
 )
-def test_what_no_router_of_the_model_chose_is_refused(rows: np.ndarray, says: str) -> None:
+def test_what_no_router_of_the_model_chose_is_refused(rows, says):
     with pytest.raises(UserError, match=f"sample s has .*{says}"):
         chosen_experts(rows, ROUTERS, "s")
 
 
 @pytest.mark.parametrize(("count", "refused"), [(8, True), (9, False), (11, False)])
-def test_a_sample_without_the_experts_of_a_sampled_token_is_refused(count: int, refused: bool) -> None:
+def test_a_sample_without_the_experts_of_a_sampled_token_is_refused(count, refused):
     """Contract: nothing trains through experts that the engine did not choose: it computed all up to a sample."""
     sample, mask = support.make_sample(np.random.default_rng(0), "s", 12, 1.0), np.arange(12) == 9
     rows = np.tile(np.arange(LAYERS * K, dtype=np.uint8) % K, (count, 1))
@@ -182,16 +179,14 @@ def test_a_sample_without_the_experts_of_a_sampled_token_is_refused(count: int, 
         document(sample, routers=ROUTERS)
 
 
-def test_layers_without_experts_are_left_out() -> None:
+def test_layers_without_experts_are_left_out():
     """Contract: an engine has zeros for them."""
     rows = np.array([[0, 0, 1, 2, 0, 0, 4, 3]] * 2, dtype=np.uint16)
     chosen = chosen_experts(rows, Routers(4, (1, 3), 2, 5), "s")
     assert chosen.tolist() == [[[1, 2]] * 2, [[4, 3]] * 2]
 
 
-def test_a_run(
-    moe_model: Path, tied_model: Path, tmp_path: Path, run_training: Callable[[TrainerConfig], None]
-) -> None:
+def test_a_run(moe_model, tied_model, tmp_path, run_training):
     """Contract: `router_replay` changes training, even if few samples have experts. A dense model is refused."""
     batches = support.write_rollouts(tmp_path / "replayed", 1)
     norms = []

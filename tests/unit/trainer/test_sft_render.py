@@ -111,14 +111,14 @@ TRAINED: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_trained_tokens(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_trained_tokens(name, tokenizer):
     """Contract: what is trained of a row, and in which context."""
     tokenizer.chat_template, row, expected, *roles = TRAINED[name]
     text = " ".join(shown(row, tokenizer, **(roles[0] if roles else {})))
     assert re.sub("^<system/# Tools.*?/<user", "<user", text) == expected
 
 
-def test_renderers_of_the_package(tmp_path: Path) -> None:
+def test_renderers_of_the_package(tmp_path):
     """Contract: a model that renderers knows is rendered as its episodes are: earlier reasoning is dropped."""
     qwen = AutoTokenizer.from_pretrained(make_tokenizer(tmp_path / "qwen", tags=True))
     row = talk("a", "<think>\nhm\n</think>\n\nb", "c", "<think>\nso\n</think>\n\nd")
@@ -152,7 +152,7 @@ def test_renderers_of_the_package(tmp_path: Path) -> None:
         (CHATML, {"messages": [user("a")], "tools": "{"}, "`tools`: Invalid JSON"),
     ],
 )
-def test_refused(template: str | None, row: dict[str, Any], message: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_refused(template, row, message, tokenizer):
     """Contract: a row that a template cannot show, or that is malformed, is one clear line that says what was found."""
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=message) as caught:
@@ -160,9 +160,7 @@ def test_refused(template: str | None, row: dict[str, Any], message: str, tokeni
     assert "\n" not in str(caught.value)
 
 
-def test_reasoning_without_a_place_is_named_once(
-    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reasoning_without_a_place_is_named_once(tokenizer, caplog):
     tokenizer.chat_template = OWN
     row = {"messages": [user("a"), assistant("b", reasoning_content="c")] * 2}
     assert shown(row, tokenizer) == ["<user/a><assistant/[b>]<user/a><assistant/[b>]"]

@@ -21,7 +21,6 @@ from prime_rl.errors import UserError
 from prime_rl.trainer import attention
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import Sample, write_batch
-from prime_rl.transport.weights import verify_weights
 from prime_rl.wait import WaitTimeout
 from support import trainer as support
 from support.trainer import hashes, metrics
@@ -55,9 +54,7 @@ def expected_first_step(model: Path, samples: list[Sample]) -> dict[str, float]:
     return {"loss/mean": mean, "entropy/mean": entropy / count, "mismatch_kl/mean": kl / count, "optim/grad_norm": norm}
 
 
-def test_first_step_values(
-    run_training: Run, tied_model: Path, tmp_path: Path, heard: pytest.LogCaptureFixture
-) -> None:
+def test_first_step_values(run_training, tied_model, tmp_path, heard):
     """Metrics of a step, in one line, equal an independent float64 computation, normalized by all tokens."""
     samples = support.write_rollouts(tmp_path, 3)[0]
     run_training(support.make_config(tmp_path, tied_model, max_steps=3))
@@ -73,7 +70,7 @@ def test_first_step_values(
 
 
 @pytest.mark.parametrize("resume_step", [2, -1])
-def test_resume_is_bit_exact(resume_step: int, run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+def test_resume_is_bit_exact(resume_step, run_training, tied_model, tmp_path):
     """Two steps, then two resumed ones, give the bytes of four at once: optimizer, schedule and progress return."""
     extra: dict[str, Any] = {"scheduler": {"type": "constant", "warmup_steps": 2}, "weights": {"keep": None}}
     for name in ("whole", "parts"):
@@ -107,9 +104,7 @@ LONG = {"input_ids": [1] * 200, "loss_mask": [True] * 200, "logprobs": [-1.0] * 
     ],
     ids=["too long", "beyond the vocabulary", "negative", "greedy", "no reference"],
 )
-def test_samples_that_do_not_fit(
-    changes: dict[str, Any], message: str, run_training: Run, tied_model: Path, tmp_path: Path
-) -> None:
+def test_samples_that_do_not_fit(changes, message, run_training, tied_model, tmp_path):
     """Samples that this trainer cannot have produced are refused, with no version; earlier steps are kept."""
     support.write_rollouts(tmp_path, 1)
     write_one(tmp_path, 1, **changes)
@@ -120,7 +115,7 @@ def test_samples_that_do_not_fit(
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_diverged_step_is_not_committed(steps: int, run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+def test_diverged_step_is_not_committed(steps, run_training, tied_model, tmp_path):
     """A gradient that is not finite stops the run before anything of its step is saved or served, even if seen late."""
     support.write_rollouts(tmp_path, 3)
     broken = tmp_path / "rollouts" / f"step_{steps - 1}"
@@ -133,9 +128,7 @@ def test_diverged_step_is_not_committed(steps: int, run_training: Run, tied_mode
     assert [row["step"] for row in metrics(tmp_path)] == list(range(steps - 1))
 
 
-def test_rows_come_before_what_is_saved(
-    run_training: Run, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_come_before_what_is_saved(run_training, tied_model, tmp_path, monkeypatch):
     """When a checkpoint is written, and while a batch is awaited, all rows and versions until then are there. A batch
     that never comes ends in a line that says what was owed by whom."""
     support.write_rollouts(tmp_path, 3)
@@ -161,7 +154,7 @@ def test_rows_come_before_what_is_saved(
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3]
 
 
-def test_bench(run_training: Run, tied_model: Path, tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
+def test_bench(run_training, tied_model, tmp_path, heard):
     """--bench runs a few steps on fake data, prints the table and saves nothing. The table leaves the warm-up out."""
     settings: dict[str, Any] = {"bench": True, "data": {"fake": {"batch_size": 4}}, "recovery_interval": 1}
     run_training(support.make_config(tmp_path, tied_model, **settings))
@@ -174,31 +167,7 @@ def test_bench(run_training: Run, tied_model: Path, tmp_path: Path, heard: pytes
     assert not any((tmp_path / name).exists() for name in ("weights", "recovery"))
 
 
-def test_each_transport_keeps_the_same_versions(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """Whatever carries them, the same weights are left; checkpoints' and the last ones are models by themselves; a
-    resumed run goes on from them when what was in memory is lost."""
-    memory = {"transport": "memory", "host": "127.0.0.1", "dtype": "bfloat16"}
-    settings: dict[str, Any] = {"optim": {"lr": 1e-5}, "async_level": 1, "ckpt": {"interval": 3}}
-    plain, run = tmp_path / "plain", tmp_path / "run"
-    for name, weights in ((plain, {"dtype": "bfloat16"}), (run, memory)):
-        support.write_rollouts(name, 6)
-        run_training(support.make_config(name, tied_model, max_steps=5, weights=weights, **settings))
-    for version in (2, 3, 5):
-        found, expected = (verify_weights(each / "weights" / f"step_{version}") for each in (run, plain))
-        assert {name: entry.xxh3 for name, entry in found.tensors.items()} == {
-            name: entry.xxh3 for name, entry in expected.tensors.items()
-        }
-        AutoModelForCausalLM.from_pretrained(run / "weights" / f"step_{version}")
-    before = hashes(run)[5]
-    settings["ckpt"]["resume_step"] = -1
-    run_training(support.make_config(run, tied_model, max_steps=6, weights=memory, **settings))
-    assert hashes(run)[5] == before
-    assert 6 in hashes(run)
-
-
-def test_a_wrong_policy_is_refused(
-    run_training: Run, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_policy_is_refused(run_training, tied_model, tmp_path, monkeypatch):
     """Contract: a policy that differs from the model's own forward is refused before anything is committed."""
     boundaries = attention.boundaries
     monkeypatch.setattr(attention, "boundaries", lambda ends, longest: boundaries(ends[[0, -1]], int(ends[-1])))

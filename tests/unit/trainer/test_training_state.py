@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,9 +36,7 @@ def part(world: World, *, empty: bool = False) -> State:
 
 @pytest.mark.parametrize("before", [(1, 1), (3, 1), (5, 1), (4, 2)], ids=str)
 @pytest.mark.parametrize("after", [(1, 1), (2, 1), (3, 1), (4, 2)], ids=str)
-def test_any_number_of_ranks(
-    before: tuple[int, int], after: tuple[int, int], ranks: Callable[..., list[World]], tmp_path: Path
-) -> None:
+def test_any_number_of_ranks(before, after, ranks, tmp_path):
     """Ranks and replicas: each finds its rows wherever they lie."""
     for rank in reversed(ranks(*before)):
         save(part(rank), tmp_path / "state", rank)
@@ -63,7 +60,7 @@ def test_any_number_of_ranks(
         ("optimizer.lm.bias.step", b"[]", r"and None in the model .*; optim.type must be the same"),
     ],
 )
-def test_what_is_refused(name: str, content: bytes | None, message: str, world: World, tmp_path: Path) -> None:
+def test_what_is_refused(name, content, message, world, tmp_path):
     """Damaged files and the state of another model are one clear line."""
     save(part(world), tmp_path / "state", world)
     if name.startswith(("model.", "optimizer.")):
@@ -79,7 +76,7 @@ def test_what_is_refused(name: str, content: bytes | None, message: str, world: 
     assert "\n" not in str(caught.value)
 
 
-def test_copies_do_not_change(world: World) -> None:
+def test_copies_do_not_change(world):
     """A copy is one also of what lies in host memory already; all go into the buffers that were reserved."""
     copies, state = HostCopy(world.device), part(world)
     copies.reserve(state)

@@ -58,10 +58,7 @@ def load(directory: Path) -> AutoModelForCausalLM:
     return AutoModelForCausalLM.from_pretrained(directory)
 
 
-# ---- other processes
-
-
-def test_what_servers_get_is_what_the_ranks_trained(tmp_path: Path) -> None:
+def test_what_servers_get_is_what_the_ranks_trained(tmp_path):
     """Contract: of three ranks (with three experts), and of two replicas of two ranks each, servers get bit for bit the
     rows of all; what must outlive the processes is written in full, the base as its files have it."""
     model = make_tiny_model(tmp_path / "model", experts=3)
@@ -73,19 +70,8 @@ def test_what_servers_get_is_what_the_ranks_trained(tmp_path: Path) -> None:
     on_ranks("support.versions:rank", runs, tmp_path / "log")
 
 
-# ---- files
-
-
 @pytest.mark.parametrize(("which", "dtype"), [("tied_model", torch.bfloat16), ("untied_model", torch.float32)])
-def test_transformers_loads_what_was_trained(
-    which: str,
-    dtype: torch.dtype,
-    world: World,
-    make_policy: MakePolicy,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_transformers_loads_what_was_trained(which, dtype, world, make_policy, request, tmp_path, monkeypatch):
     """transformers loads the directory bit-equal to the masters rounded to its dtype; the manifest verifies; a tied
     head is written once. Every file but of a single large tensor keeps to the limit, and the index
     names the file of every tensor."""
@@ -116,7 +102,7 @@ def test_transformers_loads_what_was_trained(
         assert [*index["weight_map"].values()].count(file) == 1 or (final / file).stat().st_size < limit + 2_000
 
 
-def test_auto_dtype_is_the_source_checkpoints(tied_model: Path, tmp_path: Path) -> None:
+def test_auto_dtype_is_the_source_checkpoints(tied_model, tmp_path):
     """`auto` keeps the dtype that the base model was published in."""
     AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.bfloat16).save_pretrained(tmp_path)
     assert export_dtype("auto", find_model(str(tmp_path))) == torch.bfloat16
@@ -124,7 +110,7 @@ def test_auto_dtype_is_the_source_checkpoints(tied_model: Path, tmp_path: Path) 
     assert export_dtype("bfloat16", find_model(str(tied_model))) == torch.bfloat16
 
 
-def test_what_must_outlive_lies_in_the_run_directory(run: Run) -> None:
+def test_what_must_outlive_lies_in_the_run_directory(run):
     """Contract: such a version is a model directory by itself, identified by its tensors and verified by them, however
     it came there; so is the last one. All that is left at the end is whole. A change of one bit is found."""
     incarnation = run.incarnation()
@@ -143,7 +129,7 @@ def test_what_must_outlive_lies_in_the_run_directory(run: Run) -> None:
         verify_weights(file.parent)
 
 
-def test_resume(run: Run) -> None:
+def test_resume(run):
     """Contract: an incarnation has its first version on disk, though it was in memory or gone; later ones are gone."""
     hashes = run.train(run.incarnation(), range(1, 5), durable=(2, 4))
     run.incarnation(2)
@@ -154,10 +140,7 @@ def test_resume(run: Run) -> None:
     assert weights_manifest(run.weights / "step_7").incarnation == 2
 
 
-# ---- memory
-
-
-def test_a_durable_version_can_be_had_all_the_time(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_durable_version_can_be_had_all_the_time(opened, monkeypatch):
     """Contract: at first its directory holds a manifest alone; its files come into that one, under the same hash, while
     the publisher still has it."""
     seen = list[Any]()
@@ -180,7 +163,7 @@ def test_a_durable_version_can_be_had_all_the_time(opened: Open, monkeypatch: py
         assert_equal(load_file(directory / "model.safetensors"), trained(run.policy))
 
 
-def test_versions_of_an_interval_are_kept_for_good(opened: Open) -> None:
+def test_versions_of_an_interval_are_kept_for_good(opened):
     """Contract: `weights.save_interval`; however versions get to servers, these have files and are never pruned."""
     with opened("memory", save_interval=2, keep=0) as run:
         incarnation = run.incarnation()
@@ -189,9 +172,6 @@ def test_versions_of_an_interval_are_kept_for_good(opened: Open) -> None:
         assert list_steps(run.weights) == [0, 2, 4, 6, 7]
         for version in (2, 4, 6):
             verify_weights(run.weights / f"step_{version}")
-
-
-# ---- beside the loop
 
 
 @pytest.fixture
@@ -211,7 +191,7 @@ def keeping(publisher: WeightPublisher, keep: int | None) -> WeightPublisher:
     return publisher
 
 
-def test_prune(publisher: WeightPublisher) -> None:
+def test_prune(publisher):
     """The base, what sampling ahead needs, what checkpoints need, and what the orchestrator holds a lease on stay."""
     for version in range(1, 7):
         publisher.publish(version)
@@ -235,7 +215,7 @@ def refuse() -> None:
     raise UserError("not finite")
 
 
-def test_weights_may_change_meanwhile(publisher: WeightPublisher) -> None:
+def test_weights_may_change_meanwhile(publisher):
     """What is committed are the weights at the time of `publish`, whatever becomes of them until they are written.
     Waiting for a version has an end, which says what was waited for; what is being written is not written over."""
     parameter, name = publisher._copies.stored[0].parameter, publisher._copies.stored[0].name
@@ -257,7 +237,7 @@ def test_weights_may_change_meanwhile(publisher: WeightPublisher) -> None:
     assert torch.equal(load_file(publisher.root / "step_1" / "model.safetensors")[name], at_the_time)
 
 
-def test_a_failure_is_heard_once(publisher: WeightPublisher) -> None:
+def test_a_failure_is_heard_once(publisher):
     """A version that its check refuses is not committed, nor the next one, whose call says why."""
     committed: list[int] = []
     publisher._on_committed = lambda version, times: committed.append(version)
@@ -281,7 +261,7 @@ def four_versions(publisher: WeightPublisher) -> WeightPublisher:
     return keeping(publisher, 0)
 
 
-def test_the_next_version_does_not_wait(four_versions: WeightPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_version_does_not_wait(four_versions, monkeypatch):
     """While old versions are being removed the next are committed; who awaits the removal hears that it is late."""
     began, may_go_on = threading.Event(), threading.Event()
 
@@ -307,7 +287,7 @@ def test_the_next_version_does_not_wait(four_versions: WeightPublisher, monkeypa
     assert steps(four_versions) == [0, 5, 6]
 
 
-def test_a_failure_to_prune_is_heard(four_versions: WeightPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_to_prune_is_heard(four_versions, monkeypatch):
     """By whoever comes next, once; what comes after goes on. Nothing is removed for a version that failed."""
 
     def failing(directory: Path) -> None:

@@ -1,7 +1,6 @@
 """Checkpoints of several parts: what is complete, what is chosen, what is removed, and what is never touched."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def root(tmp_path: Path) -> Path:
     return directory
 
 
-def test_half_saved_is_never_the_newest(root: Path) -> None:
+def test_half_saved_is_never_the_newest(root):
     """-1 is the newest complete one; a single part is taken by name alone, by its own process alone."""
     assert checkpoints.complete_steps(root) == [2, 4]
     for part in BOTH_PARTS:
@@ -53,7 +52,7 @@ def test_half_saved_is_never_the_newest(root: Path) -> None:
         checkpoints.choose_step(root.parent / "single", -1, "trainer")
 
 
-def test_joining_needs_every_part(root: Path) -> None:
+def test_joining_needs_every_part(root):
     """No joint manifest over a part that is not committed; a joined checkpoint stays as it is."""
     with pytest.raises(CommitError):
         checkpoints.join(root, 6, BOTH_PARTS, "test")
@@ -88,14 +87,14 @@ def _renew(root: Path, step: int = 4) -> None:
         (_renew, "has format 2; this version reads format 1"),
     ],
 )
-def test_damage_is_named_with_a_way_out(damage: Callable[[Path], object], says: str, root: Path) -> None:
+def test_damage_is_named_with_a_way_out(damage, says, root):
     """A damaged checkpoint is refused, never replaced by an older one silently; the older ones are named."""
     damage(root)
     with pytest.raises(UserError, match=f"cannot resume from step 4: .*{says}.*other checkpoints .*: 2$"):
         checkpoints.choose_step(root, -1, "trainer")
 
 
-def test_keep_and_keep_interval(tmp_path: Path) -> None:
+def test_keep_and_keep_interval(tmp_path):
     """The newest `keep` stay and those at a multiple of `keep_interval`; older half-saved ones go."""
     for step in (1, 2, 3, 4, 6):
         save(tmp_path, step)
@@ -107,7 +106,7 @@ def test_keep_and_keep_interval(tmp_path: Path) -> None:
     assert list_steps(tmp_path) == [3, 6, 7]
 
 
-def test_what_is_superseded_or_foreign_is_not_deleted(root: Path) -> None:
+def test_what_is_superseded_or_foreign_is_not_deleted(root):
     """What lies beyond the resumed step is renamed, complete or not, and may be asked for twice. A directory under a
     checkpoint's name without any part is never chosen, moved or removed."""
     (root / "step_9" / "trainer").mkdir(parents=True)
@@ -123,7 +122,7 @@ def test_what_is_superseded_or_foreign_is_not_deleted(root: Path) -> None:
     assert (root / "step_9" / "trainer" / "weights.bin").read_text() == "theirs"
 
 
-def test_clean_removes_ones_own_remains(root: Path) -> None:
+def test_clean_removes_ones_own_remains(root):
     """What a dead writer of the part left goes, its empty step directory, too; the other process may be at work."""
     for name in ("step_8/.trainer.tmp-1", "step_4/.trainer.tmp-2", "step_4/.orchestrator.tmp-3"):
         (root / name).mkdir(parents=True)
@@ -143,7 +142,7 @@ def found(root: Path, incarnations: dict[int, int]) -> list[tuple[str, bool]]:
     return [(directory.relative_to(root.parent).as_posix(), problem is None) for _, directory, problem in states]
 
 
-def test_recoverable_newest_first(root: Path) -> None:
+def test_recoverable_newest_first(root):
     """Parts, joined or not, and recovery checkpoints; a damaged one is told apart, and one that a newer version wrote
     is not passed over. A later incarnation that went back gave up the states beyond its start, though it died before
     it moved them."""
@@ -160,7 +159,7 @@ def test_recoverable_newest_first(root: Path) -> None:
         found(root, {0: 0})
 
 
-def test_who_owns_the_joint_manifest(tmp_path: Path) -> None:
+def test_who_owns_the_joint_manifest(tmp_path):
     """The trainer, unless an orchestrator takes part."""
     assert checkpoints.trainer_is_alone(tmp_path)
     (tmp_path / "status").mkdir()

@@ -41,9 +41,6 @@ def rewrite(directory: Path, **fields: object) -> None:
     (directory / MANIFEST).write_text(json.dumps(data))
 
 
-# ---- writing
-
-
 def test_what_is_committed_is_all_or_nothing(tmp_path, directory, monkeypatch):
     """It verifies and names its producer; an exception leaves nothing behind; a second commit of a name is refused and
     the first stays. Several writers share a stage by its nonce, and one commits for all."""
@@ -86,9 +83,6 @@ def test_what_stands_in_the_way_of_a_commit_is_named_and_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["notes", "step_1", "step_2"]
 
 
-# ---- disks that fail
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 def test_a_disk_that_is_full_or_fails_is_one_clear_error_and_commits_nothing(tmp_path, monkeypatch, number):
     """A UserError with the place, the system's own words, and what is safe; an old small file stays."""
@@ -119,9 +113,6 @@ def test_a_disk_that_fails_after_the_rename_does_not_call_it_uncommitted(tmp_pat
         publish(tmp_path / "step_3")
     assert os.listdir(tmp_path) == ["step_3"]
     verify(tmp_path / "step_3")
-
-
-# ---- reading
 
 
 @pytest.mark.parametrize(
@@ -175,9 +166,6 @@ def test_a_manifest_is_of_this_directory_and_of_this_format(tmp_path, directory)
         prune(tmp_path / "step_8")
 
 
-# ---- listing
-
-
 def test_only_directories_under_names_that_we_write_are_steps(tmp_path):
     """`step_007` would be looked for as `step_7`. A link to a directory is a step: it may lie on another disk."""
     names = ["step_007", "step_-1", "step_+1", "step_1_0", "step_²", "step_٣", "step_", "Step_1", "step_3.bak"]
@@ -201,9 +189,6 @@ def test_a_parent_that_cannot_be_listed_is_not_an_empty_one(tmp_path):
     ):
         with pytest.raises(UserError, match="rollouts"):
             action()
-
-
-# ---- removing
 
 
 def test_removing_leaves_what_links_lead_to_and_what_is_committed(tmp_path):

@@ -190,9 +190,6 @@ def test_a_tensor_that_cannot_be_is_refused(dtype: str, shape: list[int]) -> Non
         layout({"a": TensorEntry("", dtype, shape, "")})
 
 
-# ---- checksums
-
-
 @given(st.lists(st.integers(1, 3 * ALIGNMENT), min_size=1, max_size=6), st.data())
 @settings(max_examples=60)
 def test_a_changed_byte_changes_its_tensors_checksum_alone(sizes: list[int], data: st.DataObject) -> None:

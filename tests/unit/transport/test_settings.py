@@ -13,7 +13,7 @@ from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.shared import CkptConfig, ModelConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor.status import new_status, status_path, write_record
-from prime_rl.transport.settings import Party, check_and_commit, suggestions
+from prime_rl.transport.settings import check_and_commit, suggestions
 from support import partners
 from support.partners import belongs_to
 
@@ -43,16 +43,14 @@ def write_status(root: Path, claim: dict[str, object], **fields: object) -> Path
         ({"seq_len": 10**6}, "seq_len is 1000000 in the orchestrator, but"),
     ],
 )
-def test_a_living_partner_with_other_settings_is_refused(
-    tmp_path: Path, partner: int, given: dict[str, object], message: str
-) -> None:
+def test_a_living_partner_with_other_settings_is_refused(tmp_path, partner, given, message):
     check_and_commit(TrainerConfig(output_dir=tmp_path, ckpt=CkptConfig()), "trainer")
     belongs_to(tmp_path, "trainer", partner)
     with pytest.raises(UserError, match=message):
         check_and_commit(orchestrator(tmp_path, **given), "orchestrator")
 
 
-def test_a_partner_that_agrees_or_is_gone_is_no_obstacle(tmp_path: Path, partner: int) -> None:
+def test_a_partner_that_agrees_or_is_gone_is_no_obstacle(tmp_path, partner):
     """Shorter samples fit; missing own checkpoints too; a dead or ended partner has no say, a server on its model."""
     check_and_commit(TrainerConfig(output_dir=tmp_path, ckpt=CkptConfig()), "trainer")
     check_and_commit(InferenceConfig(output_dir=tmp_path, seed=5), "inference")
@@ -78,9 +76,7 @@ def test_a_partner_that_agrees_or_is_gone_is_no_obstacle(tmp_path: Path, partner
         ({"data": {"fake": {}}, "bench": True}, {"bench": True}, None),  # as `rl --bench` runs them
     ],
 )
-def test_data_of_one_without_the_other_is_never_mixed(
-    tmp_path: Path, first: Party, trainer: dict[str, object], other: dict[str, object], message: str | None
-) -> None:
+def test_data_of_one_without_the_other_is_never_mixed(tmp_path, first, trainer, other, message):
     """Contract: what was trained on something else is never served as trained on the batches, its maker gone or not."""
     second = orchestrator(tmp_path).model_copy(update=other)
     parties = {"trainer": TrainerConfig(output_dir=tmp_path, **trainer), "orchestrator": second}
@@ -91,7 +87,7 @@ def test_data_of_one_without_the_other_is_never_mixed(
 
 
 @pytest.mark.parametrize("process", ["trainer", "orchestrator"])
-def test_there_is_one_of_each(tmp_path: Path, partner: int, process: Party) -> None:
+def test_there_is_one_of_each(tmp_path, partner, process):
     """A second one is refused and changes nothing; a dead or ended one is succeeded."""
     config = TrainerConfig(output_dir=tmp_path) if process == "trainer" else orchestrator(tmp_path)
     check_and_commit(config, process)
@@ -106,7 +102,7 @@ def test_there_is_one_of_each(tmp_path: Path, partner: int, process: Party) -> N
     check_and_commit(config, process)
 
 
-def test_on_another_host_fresh_settings_or_a_fresh_heartbeat_count(tmp_path: Path) -> None:
+def test_on_another_host_fresh_settings_or_a_fresh_heartbeat_count(tmp_path):
     """Pids mean nothing there."""
     check_and_commit(TrainerConfig(output_dir=tmp_path, seed=4), "trainer")
     path = tmp_path / "settings/trainer.json"
@@ -123,10 +119,7 @@ def test_on_another_host_fresh_settings_or_a_fresh_heartbeat_count(tmp_path: Pat
     check_and_commit(TrainerConfig(output_dir=tmp_path), "trainer")
 
 
-# ---- beside an earlier run
-
-
-def test_what_to_do_about_an_earlier_run(tmp_path: Path, partner: int) -> None:
+def test_what_to_do_about_an_earlier_run(tmp_path, partner):
     """Every way out is named; beside the rest of its run it is --recover alone."""
     ways = suggestions(tmp_path / "outputs", saved=True)
     assert all(way in ways for way in ("--clean", "--output-dir", "--ckpt.resume-step -1", "--recover"))

@@ -1,7 +1,6 @@
 """A version of weights has one identity, whoever hashes it in whatever chunks, and any change to it is found."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ def publish(root: Path, version: int, **changes: object) -> Path:
     return commit_weights(root, version, make_model, incarnation=1, **changes)
 
 
-def test_a_committed_version_verifies(tmp_path: Path) -> None:
+def test_a_committed_version_verifies(tmp_path):
     """Identity: version, incarnation and one hash over all tensors, each with its name."""
     directory = publish(tmp_path / "weights", 4)
     manifest, tensors = verify_weights(directory), hash_directory(directory)
@@ -65,7 +64,7 @@ def swap_tensors(data: bytes) -> bytes:
     ("damage", "message"),
     [(flip_a_bit, "tensor b.weight"), (swap_tensors, "tensor a.weight"), (lambda data: data[:-8], "bytes")],
 )
-def test_damaged_weights_are_refused_by_name(tmp_path: Path, damage: Callable[[bytes], bytes], message: str) -> None:
+def test_damaged_weights_are_refused_by_name(tmp_path, damage, message):
     file = publish(tmp_path / "weights", 1) / "model.safetensors"
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(CommitError, match=message):
@@ -76,7 +75,7 @@ def test_damaged_weights_are_refused_by_name(tmp_path: Path, damage: Callable[[b
         verify_weights(directory)
 
 
-def test_version_zero_names_the_base_without_a_copy(tmp_path: Path) -> None:
+def test_version_zero_names_the_base_without_a_copy(tmp_path):
     """A manifest with hashes and the base path; writing it again changes nothing, and a run has one base model."""
     model, root = make_model(tmp_path / "model"), tmp_path / "weights"
     first = write_base_version(root, model)
@@ -88,7 +87,7 @@ def test_version_zero_names_the_base_without_a_copy(tmp_path: Path) -> None:
         write_base_version(root, make_model(tmp_path / "other", seed=1))
 
 
-def test_what_is_not_a_version_that_this_release_wrote_is_one_clear_error(tmp_path: Path) -> None:
+def test_what_is_not_a_version_that_this_release_wrote_is_one_clear_error(tmp_path):
     """Another release's version is not damaged, a rollout batch no weights."""
     for version, changes in enumerate(({"hash_chunk": None}, {"tmpfs": {"directory": "/dev/shm"}}), start=1):
         with pytest.raises(CommitError, match="another release"):
@@ -98,9 +97,6 @@ def test_what_is_not_a_version_that_this_release_wrote_is_one_clear_error(tmp_pa
         weights_manifest(tmp_path / "step_1")
 
 
-# ---- the hash of a tensor
-
-
 def by_hand(data: bytes) -> str:
     if len(data) <= CHUNK:
         return xxhash.xxh3_128(data).hexdigest()
@@ -108,7 +104,7 @@ def by_hand(data: bytes) -> str:
     return xxhash.xxh3_128(b"".join(bytes.fromhex(xxhash.xxh3_128(part).hexdigest()) for part in parts)).hexdigest()
 
 
-def test_writers_and_readers_agree(small_chunks: None, tmp_path: Path) -> None:
+def test_writers_and_readers_agree(small_chunks, tmp_path):
     """Contract: whoever reads a file back, and a server that stages it hash the same."""
     sizes = {"a": 9 * CHUNK, "b": 10, "c": 20, "none": 0, "d": 9 * CHUNK + 7}
     tensors = {name: torch.randint(0, 256, (size,), dtype=torch.uint8) for name, size in sizes.items()}

@@ -82,9 +82,6 @@ def _load_local(path: Path, config: SFTData) -> "list[Row] | Dataset":
     return rows
 
 
-# ---- a row's messages
-
-
 def _without_nulls(value: Any) -> Any:
     """A columnar store fills in None for every key that only other rows have."""
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
@@ -140,9 +137,6 @@ def _messages(value: Any, column: str, role: str = "") -> list[Message]:
         if reasoning := next((message[key] for key in _REASONING_KEYS if message.get(key)), None):
             message |= dict.fromkeys(_REASONING_KEYS, reasoning)
     return parsed
-
-
-# ---- a row's tokens
 
 
 @dataclass(frozen=True)
