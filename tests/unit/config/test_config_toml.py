@@ -25,6 +25,7 @@ from prime_rl.config import (
 from prime_rl.config.base import Keys, Section
 from prime_rl.config.base import settings as every_setting
 from prime_rl.config.migration import OLDER
+from prime_rl.config.rl import DeploymentConfig
 from prime_rl.errors import UserError
 from support.configs import COMMANDS, LEAST
 
@@ -145,7 +146,10 @@ def test_what_is_written(tmp_path: Path) -> None:
 
 REPOSITORY = Path(__file__).parents[3]
 # What a file is for, by the first word of its name; anything else (rl, cpu, …) is a whole run.
-KINDS = {"train": "trainer", "orch": "orchestrator", "infer": "inference", "sft": "sft", "eval": "eval"}
+KINDS = {
+    "train": "trainer", "orch": "orchestrator", "infer": "inference", "sft": "sft", "eval": "eval",
+    "alice": "orchestrator", "bob": "orchestrator",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -161,4 +165,5 @@ def test_shipped_file(name: str) -> None:
     path = REPOSITORY / name
     below = [REPOSITORY / "examples/reverse_text/cpu.toml"] if path.parent.name == "algorithms" else []
     cls = COMMANDS[KINDS.get(path.stem.split("_")[0], "rl")] if not below else RLConfig
+    cls = DeploymentConfig if path.stem == "deployment" else cls
     parse(cls, [f"@{file}" for file in (*below, path)], {})
