@@ -71,4 +71,4 @@ def show(config: BaseConfig, name: str, *plan: str) -> None:
     """Print what a dry run would do, and write the resolved config."""
     path = dry_path(config.output_dir, name)
     write_toml(config, path)
-    print(*plan, f"config: {path}", sep="\n")
+    print(*filter(None, plan), f"config: {path}", sep="\n")

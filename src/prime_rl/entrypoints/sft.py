@@ -7,7 +7,7 @@ from loguru import logger
 from prime_rl.config import SFTConfig
 from prime_rl.entrypoints import begin, rank_of, run_command
 from prime_rl.importing import quick_imports
-from prime_rl.launcher.preflight import check_dataset, check_environment, check_lora, check_model
+from prime_rl.launcher.preflight import check_dataset, check_environment, check_lora, check_model, state_memory
 from prime_rl.transport.commit import disk_errors
 
 
@@ -46,7 +46,7 @@ def run(config: SFTConfig) -> None:
 def plan(config: SFTConfig) -> list[str]:
     data, weights = "fake data" if config.data.fake else config.data.name, config.output_dir / "weights"
     what = "weights" if config.lora is None else config.lora.describe()
-    lines = [f"sft: {config.model.name} on {config.device}, {data}, {what} to {weights}"]
+    lines = [f"sft: {config.model.name} on {config.device}, {data}, {what} to {weights}", state_memory(config)]
     if config.eval is not None:
         names = ", ".join(env.name for env in config.eval.environments)
         server = config.inference.server if config.inference else None

@@ -3,7 +3,7 @@
 from prime_rl.config import TrainerConfig
 from prime_rl.entrypoints import begin, run_command
 from prime_rl.importing import quick_imports
-from prime_rl.launcher.preflight import check_lora, check_model
+from prime_rl.launcher.preflight import check_lora, check_model, state_memory
 from prime_rl.transport.commit import disk_errors
 
 
@@ -32,7 +32,8 @@ def run(config: TrainerConfig) -> None:
 def plan(config: TrainerConfig) -> list[str]:
     data = "fake data" if config.data.fake else f"rollouts in {config.output_dir / 'rollouts'}"
     what = "versions" if config.lora is None else config.lora.describe()
-    return [f"trainer: {config.model.name} on {config.device}, {data}, {what} to {config.output_dir / 'weights'}"]
+    where = f"{config.model.name} on {config.device}, {data}, {what} to {config.output_dir / 'weights'}"
+    return [f"trainer: {where}", state_memory(config, slots=1 if config.tenants is None else config.tenants.slots)]
 
 
 if __name__ == "__main__":

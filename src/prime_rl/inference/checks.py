@@ -16,7 +16,7 @@ from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference.compat import Engine, why_no_choices
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.weights import INDEX, TensorRange, no_tensors_message, read_header
+from prime_rl.transport.weights import INDEX, no_tensors_message, read_header
 
 _GIB = 1 << 30
 _HUB_SECONDS = 10.0
@@ -105,13 +105,18 @@ def _indexed(model: Path) -> set[str]:
 def adapted_modules(name: str, *, experts: bool) -> list[str]:
     """Return the layers that adapters may be for, by the last parts of their names in the model's files: not the head,
     where vLLM would compute one for every token. `experts`: whether vLLM can serve adapters of experts here."""
-    directory, tensors = model_directory(name), dict[str, TensorRange]()
-    for file in [] if directory is None else directory.glob("*.safetensors"):
-        tensors |= read_header(file)
-    names = [name for name, (entry, _, _) in tensors.items() if ".layers." in name and len(entry.shape) == 2]
+    shapes = tensor_shapes(name)
+    names = [name for name, shape in shapes.items() if ".layers." in name and len(shape) == 2]
     modules = {name.split(".")[-2] for name in names if ".experts." not in name} or {*_USUAL_LAYERS}
-    has_experts = any(".experts." in name for name in names) or not tensors
+    has_experts = any(".experts." in name for name in names) or not shapes
     return sorted({*modules, "experts"} if experts and has_experts else modules)
+
+
+def tensor_shapes(name: str) -> dict[str, list[int]]:
+    """Return the shapes of the tensors in a model's files; none of a model that is not on this host."""
+    directory = model_directory(name)
+    files = [] if directory is None else directory.glob("*.safetensors")
+    return {name: tensor.entry.shape for file in files for name, tensor in read_header(file).items()}
 
 
 def has_experts(model: Path) -> bool:

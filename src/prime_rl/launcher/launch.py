@@ -40,6 +40,8 @@ def run(config: RLConfig) -> int:
     if config.dry_run:
         _write_configs(plan)
         say(describe(plan))
+        ranks, tenants = config.trainer_ranks or config.trainer_gpus, config.trainer.tenants
+        say(preflight.state_memory(config.trainer, ranks, 1 if tenants is None else tenants.slots))
         return RunOutcome.SUCCESS.value
     with rundir.Owner(config.output_dir) as owner:
         _check_directory(config)

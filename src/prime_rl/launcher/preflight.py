@@ -2,12 +2,13 @@
 
 import difflib
 import importlib.util
+import math
 import os
 import shutil
 from pathlib import Path
 
 from prime_rl.config.shared import ClientConfig, EnvConfig
-from prime_rl.config.trainer import LoRAConfig
+from prime_rl.config.trainer import LoRAConfig, TrainingConfig
 from prime_rl.envs import ids
 from prime_rl.errors import UserError
 from prime_rl.importing import look_here
@@ -33,14 +34,21 @@ def check_lora(config: LoRAConfig | None, model: str, *, resumes: bool = False) 
     """
     if config is None:
         return
-    directory = checks.model_directory(model)
-    if directory is not None and config.target_modules != "all-linear":
-        layers = checks.adapted_modules(model, experts=False)
-        for name in config.target_modules:
-            if name.rpartition(".")[2] not in layers:
-                near = difflib.get_close_matches(name, layers, 1)
-                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(layers)}"
-                raise UserError(f"lora.target_modules: {model} has no layer {name}; {hint}")
+    directory, shapes = checks.model_directory(model), checks.tensor_shapes(model)
+    if shapes and config.experts and not any(".experts." in name for name in shapes):
+        raise UserError(f"lora.experts: model {model} has no experts")
+    targets = [] if config.target_modules == "all-linear" else config.target_modules
+    layers = checks.adapted_modules(model, experts=False)
+    modules = sorted({name.split(".")[-2] for name in shapes} | {"lm_head"})
+    for option, names, known in (
+        ("target_modules", targets, layers if directory is not None else []),
+        ("modules_to_save", config.modules_to_save, modules if shapes else []),
+    ):
+        for name in names if known else ():
+            if name.rpartition(".")[2] not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+                raise UserError(f"lora.{option}: {model} has no layer {name}; {hint}")
     if resumes or (adapter := config.adapter) is None:
         return
     described = read_adapter_config(adapter)
@@ -52,6 +60,37 @@ def check_lora(config: LoRAConfig | None, model: str, *, resumes: bool = False) 
     ours = weights_manifest(adapter).adapter if (adapter / MANIFEST).is_file() else None
     if ours is not None and directory is not None and ours.base != version_hash(hash_directory(directory)):
         raise UserError(f"lora.adapter: {adapter} is an adapter of another base model than {model}")
+
+
+def state_memory(config: TrainingConfig, ranks: int | None = None, slots: int = 1) -> str:
+    """Say what a rank's weights, gradients and optimizer states take; nothing of a model that is not on this host.
+    `ranks` (None: those that torchrun starts) share them, or each group of `model.dp_replicate`.
+
+    Bytes of a trained parameter: master 4, gradient 4, optimizer 8 (Muon: 4), and in bfloat16 a gathered copy, layer by
+    layer or whole, which is not counted; of a frozen one those of the type that is computed in.
+    """
+    shapes = checks.tensor_shapes(config.model.name)
+    everything = trained = sum(math.prod(shape) for shape in shapes.values())
+    states, frozen = 0 if config.optim.offload else 4 if config.optim.type == "muon" else 8, 0
+    if (lora := config.lora) is not None:
+        all_linear = lora.target_modules == "all-linear"
+        layers = checks.adapted_modules(config.model.name, experts=False) if all_linear else lora.target_modules
+        adapted = {name.rpartition(".")[2] for name in layers}
+        thin = sum(
+            lora.rank * sum(shape)
+            for name, shape in shapes.items()
+            if len(shape) == 2 and (lora.experts if ".experts." in name else name.split(".")[-2] in adapted)
+        )
+        whole = {name.rpartition(".")[2] for name in lora.modules_to_save}
+        trained = slots * thin + sum(math.prod(s) for name, s in shapes.items() if name.split(".")[-2] in whole)
+        exact = config.model.dtype == "float32" or (config.model.dtype == "auto" and config.device == "cpu")
+        frozen = everything * (4 if exact else 2)
+    shards = (ranks or int(os.environ.get("WORLD_SIZE", 1))) // config.model.dp_replicate
+    size = (frozen + trained * (8 + states)) / 2**30 / max(shards, 1)
+    if not shapes:
+        return ""
+    of = f"{trained:,} trained{'' if lora is None else f' and {everything:,} frozen'} parameters"
+    return f"weights, gradients and optimizer states take {size:.3g} GiB of a rank ({of}); activations come on top"
 
 
 def check_dataset(name: str) -> None:

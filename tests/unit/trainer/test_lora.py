@@ -14,7 +14,7 @@ from prime_rl.config.merge import MergeConfig
 from prime_rl.config.trainer import AdamW, LoRAConfig, TrainerModel
 from prime_rl.entrypoints.merge import described
 from prime_rl.errors import UserError
-from prime_rl.launcher.preflight import check_lora
+from prime_rl.launcher.preflight import check_lora, state_memory
 from prime_rl.trainer.lora import load_adapter
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.memory import Shape
@@ -149,6 +149,10 @@ def test_only_adapters_are_trained_and_saved(make: Make, tied_model: Path) -> No
     assert all(is_adapter(name) for name in training_state(policy, optimizer))
     shape = Shape.of(policy.lm)
     assert shape.trained == sum(p.numel() for name, p in named_parameters(policy) if is_adapter(name))
+    dry = support.make_config(tied_model, tied_model, lora={"rank": 4})
+    assert f"({shape.trained:,} trained and {shape.parameters - shape.trained:,} frozen parameters)" in state_memory(
+        dry
+    )
 
 
 def test_dropout_is_the_same_when_a_block_is_computed_again(make: Make, tied_model: Path) -> None:
