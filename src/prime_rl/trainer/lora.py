@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from prime_rl.config.trainer import LoRAConfig
 
 _PREFIX = "base_model.model."  # of names in PEFT's files
-_EXPERT_RANKS = 8  # grouped matrix products on a GPU read rows in units of 16 bytes
+GROUPED_RANKS = 8  # grouped matrix products on a GPU read rows in units of 16 bytes
 
 Whole = Callable[[Tensor], Tensor]
 """Gathers a parameter from all ranks."""
@@ -205,8 +205,8 @@ def add_adapters(lm: PreTrainedModel, config: "LoRAConfig", name: str, dtype: to
                 f"lora.experts: the experts of model {name} ({type(experts).__name__}) can have no adapters"
             )
         experts.lora = ExpertsLoRA(experts, config)
-    if config.experts and (not blocks or config.rank % _EXPERT_RANKS):
-        why = f"needs a rank that is a multiple of {_EXPERT_RANKS}" if blocks else f"model {name} has no experts"
+    if config.experts and (not blocks or config.rank % GROUPED_RANKS):
+        why = f"needs a rank that is a multiple of {GROUPED_RANKS}" if blocks else f"model {name} has no experts"
         raise UserError(f"lora.experts: {why}")
     modules = {
         path: module for path, module in lm.named_modules() if any(True for _ in module.parameters(recurse=False))

@@ -108,6 +108,8 @@ def close_world() -> None:
 
 def background_world(world: World, timeout: float) -> World:
     """The same ranks with a gloo group of their own, for a thread's collectives on host memory. Every rank calls it."""
+    if world.size == 1:
+        return world
     return replace(world, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
 
 

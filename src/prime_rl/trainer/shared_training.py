@@ -26,7 +26,7 @@ from prime_rl.monitor import read_status
 from prime_rl.monitor.status import say_for
 from prime_rl.trainer import perf
 from prime_rl.trainer.lm_head import TokenLoss, merge_sums
-from prime_rl.trainer.lora import initialize
+from prime_rl.trainer.lora import GROUPED_RANKS, initialize
 from prime_rl.trainer.loss import SequenceLoss
 from prime_rl.trainer.memory import watched
 from prime_rl.trainer.model import Policy
@@ -146,6 +146,8 @@ class SharedTrainer:
         report.phase("building the model")
         recipe = recipe_of(config)
         self.policy = make_policy(config, recipe, self.source, world, self.slots)
+        if self.policy.slots.grouped and config.lora is not None and config.lora.rank % GROUPED_RANKS:
+            raise UserError(f"lora.rank: tenants on a GPU need a multiple of {GROUPED_RANKS}, not {config.lora.rank}")
         self.costs = perf.step_costs(self.policy.lm, self.source.config)
         self.queue, self.tenants, self.total = FairQueue(config.tenants), dict[str, TenantTraining](), 0.0
         if self.policy.compiled:
@@ -200,6 +202,7 @@ class SharedTrainer:
             exit_stack.push(report.end)
             training = Training(config, recipe_of(config), self.world, report, exit_stack)
             if training.choose(None if before is None else before.outcome):
+                exit_stack.close()
                 return self._leave(name, join)
             training.open_data(self.source)
             policy = SlotPolicy(self.policy, free[0])
@@ -228,7 +231,10 @@ class SharedTrainer:
 
     def _remove(self, tenant: TenantTraining, error: BaseException | None = None) -> None:
         del self.tenants[tenant.name]
-        tenant.exit_stack.__exit__(None if error is None else type(error), error, None)
+        try:
+            tenant.exit_stack.__exit__(None if error is None else type(error), error, None)
+        except (UserError, CommitError, OSError) as more:  # a failing disk fails here, too
+            logger.error("{}: {}", tenant.name, one_line(more))
         with torch.no_grad():
             for parameter in tenant.policy.parameters():
                 parameter.zero_()
@@ -349,7 +355,10 @@ def tenant_config(config: TrainerConfig, directory: Path, settings: dict[str, An
     values = config.model_dump() | {"tenants": None, "output_dir": directory, "recover": True}
     values["recovery_interval"] = config.recovery_interval or "auto"
     values["weights"]["port"] = 0  # each has a publisher of its own
-    values["model"] |= own.pop("model", {})
+    if (name := own.pop("model", {}).get("name", config.model.name)) != config.model.name:
+        raise UserError(f"the trainer's model is {config.model.name}, not {name}: give the same model.name")
+    if own.get("seq_len", 0) > config.seq_len:
+        raise UserError(f"seq_len {own['seq_len']} exceeds the trainer's, {config.seq_len}")
     if own.get("ckpt"):
         own["ckpt"] |= {"output_dir": None, "resume_step": None}
     if wandb := own.get("monitor", {}).get("wandb"):

@@ -171,8 +171,13 @@ def test_slots_and_settings(deploy: Callable[..., Deployment], tmp_path: Path, t
     assert mine.monitor.wandb is not None
     assert (mine.ckpt.output_dir, mine.ckpt.interval, str(mine.monitor.wandb.dir)) == (None, 3, "logs")
     assert (mine.weights.host, mine.output_dir, mine.lora) == (None, tmp_path, LoRAConfig(**LORA))
-    with pytest.raises(UserError, match="runs no code"):
-        tenant_config(one.config, tmp_path, ALICE | {"loss": {"type": "custom", "path": "os:getcwd"}})
+    for wrong, message in (
+        ({"loss": {"type": "custom", "path": "os:getcwd"}}, "runs no code"),
+        ({"model": {"name": "other"}}, "the trainer's model is"),
+        ({"seq_len": 129}, "seq_len 129 exceeds the trainer's, 128"),
+    ):
+        with pytest.raises(UserError, match=message):
+            tenant_config(one.config, tmp_path, ALICE | wrong)
 
 
 @pytest.mark.parametrize("broken", [False, True])
