@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -276,7 +276,6 @@ class AdapterSlot:
     def _put(self, adapter: Any) -> None:
         self._manager.remove_adapter(self._number)
         self._manager.add_adapter(adapter)
-        self._manager._last_mapping = None  # 0.26 would go on with the old place in the layers
         if self._resident:
             self._manager.activate_adapter(self._number)
 
@@ -337,12 +336,24 @@ def use_whole_products(runner: Any) -> None:
                 module.set_mapping(new)
 
 
-def adapter_request(name: str, model: str, number: int = ADAPTER) -> Any:
-    """Return vLLM's request for an adapter. Its name is another one for each version that was loaded: cached prefixes
-    of one are none of the next."""
-    from vllm.lora.request import LoRARequest
+class AdapterNames(dict[str | None, Any]):
+    """Where vLLM's routes look up adapters. The model's names, and none, mean the adapter of the number and name that
+    `find` returns, if any; no other name means one. By an adapter's name vLLM knows the prefixes that it has cached."""
 
-    return LoRARequest(name, number, model)
+    def __init__(self, models: Sequence[str], find: Callable[[], tuple[int, str] | None]) -> None:
+        self._names, self._find = (*models, None, ""), find
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        adapter = self._find() if name in self._names else None
+        return default if adapter is None else LoRARequest(adapter[1], adapter[0], str(self._names[0]))
+
+    def __contains__(self, name: object) -> bool:
+        return self.get(name) is not None
+
+    def __getitem__(self, name: Any) -> Any:
+        return self.get(name)
 
 
 def settle_reload(model: Any, model_config: Any) -> None:

@@ -28,12 +28,10 @@ class FairShare(Generic[T]):
         self.in_flight: Counter[str] = Counter()
         self._waiting: defaultdict[str, deque[T]] = defaultdict(deque)
         self._since: dict[str, float] = {}  # when the tenants in flight came to be that
-        self._passes: dict[str, float] = {}  # admitted, by weight; newcomers begin with those of the last admitted
-        self._pass = 0.0
-        self._used: defaultdict[str, float] = defaultdict(
-            float
-        )  # seconds of requests in flight, of which older ones count less
-        self._now = 0.0
+        # Requests admitted, by weight; newcomers begin with those of the last tenant that one was admitted of.
+        self._passes, self._pass = dict[str, float](), 0.0
+        # Seconds of requests in flight, of which older ones count less, until now.
+        self._used, self._now = defaultdict[str, float](float), 0.0
 
     def ask(self, name: str, ticket: T, now: float) -> list[T]:
         """Have a request wait; return the tickets of those admitted now."""

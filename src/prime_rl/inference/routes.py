@@ -47,7 +47,7 @@ from prime_rl.inference.fair_share import FairShare
 from prime_rl.inference.middleware import error_answer
 from prime_rl.inference.server import plugin_config
 from prime_rl.inference.service import ServedBase, WeightService
-from prime_rl.inference.tenancy import AdapterOfTenant, Tenancy, Tenant, asking
+from prime_rl.inference.tenancy import Tenancy, asking
 from prime_rl.inference.version_files import TURN_SECONDS, Adapters, Rejected
 from prime_rl.monitor import Status
 from prime_rl.transport.tenants import tenant_dir
@@ -92,7 +92,7 @@ async def limit_body(request: Request) -> None:
 async def _service(request: Request) -> WeightService:
     """That of the tenant that asks, if one does."""
     state, name = request.app.state, asking()
-    return state.prime_service if name is None else (await state.prime_tenancy.tenant(name)).service
+    return state.prime_service if name is None else await state.prime_tenancy.service(name)
 
 
 Service = Annotated[WeightService, Depends(_service)]
@@ -120,15 +120,11 @@ async def weights(request: Request, service: Service) -> dict[str, Any]:
 
 
 @router.post("/pause")
-async def pause(service: Service) -> dict[str, Any]:
-    await service.pause(True)
-    return {"paused": True}
-
-
 @router.post("/resume")
-async def resume(service: Service) -> dict[str, Any]:
-    await service.pause(False)
-    return {"paused": False}
+async def pause(request: Request, service: Service) -> dict[str, Any]:
+    paused = request.scope["route"].path == "/pause"
+    await service.pause(paused)
+    return {"paused": paused}
 
 
 @router.post("/leave")
@@ -257,8 +253,7 @@ class PrimeRoutes:
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         app, keys = self._app, [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
-        state.prime_models = models = args.served_model_name or [args.model]
-        names = (*models, None, "")
+        state.prime_models = args.served_model_name or [args.model]
         config = self._config
         assert config is not None, "the engine was started by our server"
         sys.setswitchinterval(TURN_SECONDS)
@@ -279,29 +274,19 @@ class PrimeRoutes:
             engines=engines,
         )
 
-        def name_adapter(loads: int) -> None:
-            if lora is not None and tenants is None:
-                request = compat.adapter_request(f"{models[0]}@{loads}", models[0])
-                state.openai_serving_models.lora_requests |= dict.fromkeys(names, request)
-
-        def start(name: str, number: int) -> Tenant:
-            def renew(loads: int) -> None:
-                which = f"{models[0]}@{name}@{tenant.service.boot}@{loads}"
-                tenant.request = compat.adapter_request(which, models[0], number)
-
-            root = tenant_dir(config.output_dir, name) / "weights"
-            tenant = Tenant(number, make_service(root, number=number, on_load=renew))
-            renew(0)
-            return tenant
-
-        name_adapter(0)
-        state.prime_service = service = make_service(config.weights_root, status=status, on_load=name_adapter)
+        state.prime_service = service = make_service(config.weights_root, status=status)
         state.prime_tenancy = tenancy = None
         if lora is not None and tenants is not None:
+
+            def start(name: str, number: int) -> WeightService:
+                return make_service(tenant_dir(config.output_dir, name) / "weights", number=number)
+
             most = engine_client.vllm_config.scheduler_config.max_num_seqs * engines
             share = FairShare[Any](most, tenants.weights, tenants.limits, lora.resident or math.inf)
             state.prime_tenancy = tenancy = Tenancy(config.output_dir, tenants.slots, share, start)
-            state.openai_serving_models.lora_requests = AdapterOfTenant(tenancy, names)
+        if lora is not None:
+            find = service.adapter if tenancy is None else tenancy.adapter
+            state.openai_serving_models.lora_requests = compat.AdapterNames(state.prime_models, find)
         # Outermost: vLLM has added its middleware, and a host may have built the stack, which ends `add_middleware`.
         app.middleware_stack = middleware.Guard(app.middleware_stack or app.build_middleware_stack(), keys, tenancy)
         async with asyncio.timeout(FOLLOW_SECONDS):
@@ -317,7 +302,7 @@ class PrimeRoutes:
             """End the process in time after a signal, and say where if it hangs; waiting requests do not hold it up."""
             seconds = STOP_SECONDS + args.shutdown_timeout
             faulthandler.dump_traceback_later(seconds, exit=True, file=2)
-            for each in [service, *(each.service for each in (tenancy.tenants.values() if tenancy else ()))]:
+            for each in [service, *(() if tenancy is None else tenancy.services.values())]:
                 loop.call_soon_threadsafe(each.stop)
 
         state.prime_watch = asyncio.create_task(watch_engine(engine_client, status, on_stop=end_soon))

@@ -94,7 +94,6 @@ class WeightService:
         number: Of the adapter in the engine, among several tenants' (None: no tenant's). Its loads never pause the
             engine; the requests of a tenant whose adapter could not be loaded are refused, nobody else's.
         adapters: Versions are adapters, such as these (None: full weights).
-        on_load: Called after each load, with the number of them.
         on_device: Workers may stage new weights in the GPU's memory, else in the host's, as `servers_on_host` engines
             do at the same time.
     """
@@ -102,18 +101,17 @@ class WeightService:
     def __init__(
         self, engine: AllEngines, base: ServedBase, root: Path | None, *, number: int | None = None,
         adapters: Adapters | None = None, status: Status | None = None, on_device: bool = True,
-        servers_on_host: int = 1, engines: int = 1, on_load: Callable[[int], None] = lambda loads: None,
+        servers_on_host: int = 1, engines: int = 1,
     ) -> None:  # fmt: skip
         self._engine, self.engines = engine, engines
         self._base, self._root, self._adapters = base, root, adapters
-        self._number, self._shared = number or ADAPTER, number is not None
+        self.number, self._shared = number or ADAPTER, number is not None
         self._status = status
         self._stage_options = servers_on_host, on_device
         self._least_staging: float | None = None  # seconds, of all versions until now
         self._lock = asyncio.Lock()  # bounded: `_run_exclusively` takes it, with a deadline
-        self._on_load = on_load
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.boot, self._loads = secrets.token_hex(8), 0
+        self._boot, self._loads = secrets.token_hex(8), 0
         self._in_place = False  # the next version of these shapes can be loaded while the engine samples
         self._shapes: dict[str, list[int]] = {}
         self._paused_by_client = False
@@ -121,8 +119,13 @@ class WeightService:
         self.failures = 0  # how often they became so
         self._resume_error: str | None = None  # why the engine did not resume
 
+    def adapter(self) -> tuple[int, str]:
+        """Number and name of the adapter. No other one, and no other version, has this name."""
+        return self.number, f"{self._base.directory.name}@{self._boot}@{self._loads}"
+
     @property
     def busy(self) -> bool:
+        """Whether weights are being changed."""
         return bool(self._tasks)
 
     def check_usable(self) -> None:
@@ -133,7 +136,7 @@ class WeightService:
     async def clear(self) -> None:
         """Have no adapter of an earlier tenant under this number. Rejected (503) if the engine does not answer."""
         async with _engine_call("free an adapter", PAUSE_SECONDS):
-            await self._engine.collective_rpc("prime_clear", args=(self._number,))
+            await self._engine.collective_rpc("prime_clear", args=(self.number,))
 
     async def served(self) -> dict[str, Any]:
         """Ask every worker what it serves. Rejected (5xx) if the engine does not answer or its ranks disagree.
@@ -145,12 +148,12 @@ class WeightService:
         if self._resume_error is not None:
             raise Rejected(503, self._resume_error)
         async with _engine_call("say what it serves", ANSWER_SECONDS):
-            answers = await self._engine.collective_rpc("prime_served", args=(self._number,))
+            answers = await self._engine.collective_rpc("prime_served", args=(self.number,))
         if any(answer != answers[0] for answer in answers):
             raise Rejected(500, f"the workers serve different weights: {answers}")
         identity = answers[0] or {"version": 0, "hash": version_hash(await self._base.hashes()), "weight_dir": None}
         identity.pop("adapter", None)
-        return {**identity, "base": str(self._base.directory), "boot": self.boot, "loads": self._loads}
+        return {**identity, "base": str(self._base.directory), "boot": self._boot, "loads": self._loads}
 
     async def update(self, weight_dir: str, version: int) -> WeightUpdate:
         """Serve the committed directory `weight_dir`, which must hold `version`; requests in flight continue. Rejected:
@@ -207,7 +210,7 @@ class WeightService:
         except BaseException:  # a load that succeeds frees what was staged
             try:
                 async with _engine_call("free the memory of a staged version", ANSWER_SECONDS):
-                    await self._engine.collective_rpc("prime_unstage", args=(self._number,))
+                    await self._engine.collective_rpc("prime_unstage", args=(self.number,))
             except Rejected as rejection:  # the outcome of the change itself counts
                 logger.warning("{}", rejection.message)
             raise
@@ -230,7 +233,7 @@ class WeightService:
         with change.measure("stage"):
             async with _engine_call(f"read {directory}", LOAD_SECONDS):
                 since = time.perf_counter()
-                args = self._number, str(directory), manifest.hash, *self._stage_options
+                args = self.number, str(directory), manifest.hash, *self._stage_options
                 answers = progress = await self._engine.collective_rpc("prime_stage", args=args)
                 # Each call costs the engine a step, since it cannot schedule ahead: none before it may be ready.
                 expected = FIRST_STAGING_SECONDS if self._least_staging is None else self._least_staging
@@ -238,7 +241,7 @@ class WeightService:
                 while "reading" in (states := {answer["state"] for answer in answers}) and "failed" not in states:
                     await asyncio.sleep(pause)  # bounded: by the time-out around it
                     pause = POLL_SECONDS
-                    answers = await self._engine.collective_rpc("prime_staged", args=(self._number,))
+                    answers = await self._engine.collective_rpc("prime_staged", args=(self.number,))
                     if answers != progress:
                         progress, since = answers, time.perf_counter()
                     elif time.perf_counter() - since > silence:
@@ -277,7 +280,7 @@ class WeightService:
                 try:
                     with change.measure("load"):
                         async with asyncio.timeout(LOAD_SECONDS):
-                            args = self._number, str(directory), identity
+                            args = self.number, str(directory), identity
                             answers = await self._engine.collective_rpc("prime_load", args=args)
                 except Exception as error:
                     reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
@@ -290,7 +293,6 @@ class WeightService:
                     raise Rejected(500, self._broken) from error
                 self._broken, self._in_place = None, all(answers)
                 self._loads += 1
-                self._on_load(self._loads)
                 if pauses:
                     await self._resume_if_usable()
         finally:

@@ -3,9 +3,8 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +26,20 @@ def asking() -> str | None:
     return ASKING.get()  # bounded: a variable
 
 
-@dataclass
-class Tenant:
-    """A tenant with an adapter in the engine."""
-
-    number: int  # vLLM's for the adapter
-    service: WeightService
-    request: Any = None  # vLLM's LoRARequest: another one after each load
-
-
 class Tenancy:
     """The tenants of a server. Each gets one of the numbers from 1 to `slots` at its first weight request, and keeps it
     until another one needs it and it is no tenant any more.
 
     Args:
         deployment: Holds the tenants' directories.
-        start: Makes a tenant of this name and number, whose adapter is one of zeros.
+        start: Makes the service of a tenant of this name and number.
     """
 
     def __init__(
-        self, deployment: Path, slots: int, share: FairShare[Any], start: Callable[[str, int], Tenant]
+        self, deployment: Path, slots: int, share: FairShare[Any], start: Callable[[str, int], WeightService]
     ) -> None:
         self._deployment, self._slots, self._share, self._start = deployment, slots, share, start
-        self.tenants: dict[str, Tenant] = {}  # those with a number
+        self.services: dict[str, WeightService] = {}  # of the tenants with a number
         self._requests: Counter[str] = Counter()  # that are not answered yet, by tenant
         self._names: dict[str, str] = {}  # by the hash of the key
         self._names_at = -KEYS_SECONDS
@@ -67,29 +57,34 @@ class Tenancy:
                     self._names = await read(lambda: names_by_key(self._deployment), self._deployment, STALL_SECONDS)
         return self._names.get(digest)
 
-    async def tenant(self, name: str) -> Tenant:
-        """Return the tenant with its number. Rejected (409) if there is none left."""
-        if name in self.tenants:
-            return self.tenants[name]
-        async with self._numbering:
-            if name not in self.tenants:
-                taken = {tenant.number for tenant in self.tenants.values()}
-                free = next((number for number in range(1, self._slots + 1) if number not in taken), None)
-                tenant = self._start(name, free or await self._take_back())
-                await tenant.service.clear()
-                self.tenants[name] = tenant
-                logger.info("tenant {} has adapter {} of {}", name, tenant.number, self._slots)
-            return self.tenants[name]
+    async def service(self, name: str) -> WeightService:
+        """Return the tenant's service, and give it a number. Rejected (409) if none is left."""
+        if name not in self.services:
+            async with self._numbering:
+                if name not in self.services:
+                    service = self._start(name, await self._free_number())
+                    await service.clear()
+                    self.services[name] = service
+                    logger.info("tenant {} has adapter {} of {}", name, service.number, self._slots)
+        return self.services[name]
 
-    async def _take_back(self) -> int:
-        """Return the number of a tenant that is none any more."""
+    async def _free_number(self) -> int:
+        """Return one that no tenant has, or that one has to whom no request belongs and who is no tenant any more."""
+        free = {*range(1, self._slots + 1)} - {service.number for service in self.services.values()}
+        if free:
+            return min(free)
         joined = await read(lambda: joins(self._deployment), self._deployment, STALL_SECONDS)
-        for name, tenant in self.tenants.items():
-            if name not in joined and not self._requests[name] and not tenant.service.busy:
-                del self.tenants[name]
-                return tenant.number
-        names = ", ".join(self.tenants)
+        for name, service in self.services.items():
+            if name not in joined and not self._requests[name] and not service.busy:
+                del self.services[name]
+                return service.number
+        names = ", ".join(self.services)
         raise Rejected(409, f"all {self._slots} adapters of this server (lora.tenants.slots) are taken, by {names}")
+
+    def adapter(self) -> tuple[int, str] | None:
+        """The adapter of the tenant that asks."""
+        service = self.services.get(asking() or "")
+        return None if service is None else service.adapter()
 
     def numbers(self, name: str) -> dict[str, Any]:
         """What a tenant may know of its use of the engine."""
@@ -109,12 +104,10 @@ class Tenancy:
             self._requests[name] -= 1
 
     async def _generate(self, name: str, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant = self.tenants.get(name)
-        if tenant is None:
-            raise Rejected(
-                503, f"this server has no adapter of tenant {name} yet: load a version (POST /update_weights)"
-            )
-        service, ticket, messages = tenant.service, asyncio.get_running_loop().create_future(), _Messages(receive)
+        if name not in self.services:
+            raise Rejected(503, f"this server has no adapter of tenant {name} yet: load one (POST /update_weights)")
+        service, messages = self.services[name], _Messages(receive)
+        ticket = asyncio.get_running_loop().create_future()
         self._admit(self._share.ask(name, ticket, time.monotonic()))
         try:
             if not ticket.done() and not await messages.until(ticket):
@@ -166,21 +159,3 @@ class _Messages:
             return self._early.popleft()
         task, self._next = self._next, None
         return await (self._receive() if task is None else task)  # bounded: by the client
-
-
-class AdapterOfTenant(dict[str | None, Any]):
-    """Where vLLM's routes look up adapters: each of the model's names means the adapter of the tenant that asks. There
-    is no name for another's."""
-
-    def __init__(self, tenancy: Tenancy, names: Collection[str | None]) -> None:
-        self._tenants, self._names = tenancy.tenants, names
-
-    def get(self, name: Any, default: Any = None) -> Any:
-        tenant = self._tenants.get(asking() or "")
-        return default if tenant is None or name not in self._names else tenant.request
-
-    def __contains__(self, name: object) -> bool:
-        return self.get(name) is not None
-
-    def __getitem__(self, name: Any) -> Any:
-        return self.get(name)
