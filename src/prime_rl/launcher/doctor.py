@@ -85,9 +85,10 @@ def _describe(status: ProcessStatus) -> list[str]:
 
 def _tenant(directory: Path) -> Iterator[tuple[str, str]]:
     """Yield what a tenant is doing, which share it has of trainer and engines, and what it waits for."""
-    name, statuses = directory.name, read_status(directory)
-    rows = [row for job in _JOBS[:2] for row in read_metrics(metrics_path(directory, job))[-1:]]
-    numbers = {key: value for row in rows for key, value in row.items()}
+    name, statuses, numbers = directory.name, read_status(directory), dict[str, float]()
+    joined = name in joins(directory.parents[1])
+    for job in _JOBS[:2] if joined else ():
+        numbers |= (read_metrics(metrics_path(directory, job)) or [{}])[-1]
     texts = [form.format(numbers[key]) for key, form in _TENANT_METRICS.items() if key in numbers]
     yield f"tenant {name}", ", ".join([f"version {rundir.newest_step(directory / 'weights')}", *texts])
     for job in _JOBS[:2]:
@@ -95,7 +96,7 @@ def _tenant(directory: Path) -> Iterator[tuple[str, str]]:
         yield from (("", f"{job if number == 0 else '':<14}{line}") for number, line in enumerate(lines))
     orchestrator = statuses.get("orchestrator")
     gone = orchestrator is None or orchestrator.outcome is not None or _process_state(orchestrator) == _DEAD
-    if gone and name in joins(directory.parents[1]):
+    if gone and joined:
         yield "", f"holds a slot without an orchestrator: start that again, or remove {directory / 'join.json'}"
 
 

@@ -56,7 +56,9 @@ async def join(config: "OrchestratorConfig", status: Status) -> None:
     """Ask the trainer, and wait until it accepts. Raises UserError: it refuses, or does not answer."""
     directory, seconds = config.output_dir, config.weights_timeout
     path, subject = status_path(directory, "trainer"), f"tenant {directory.name} to be accepted"
-    before = read_record(ProcessStatus, path)  # maybe of an earlier membership
+    before = read_record(ProcessStatus, path)
+    if before is not None and before.outcome not in (None, "finished"):  # of an earlier membership
+        path.unlink(missing_ok=True)
     tenants.ask_to_join(directory, trainer_settings(config))
 
     def accepted() -> bool:
