@@ -142,6 +142,8 @@ class Tail:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._offset:  # the run was started over
+                self._offset = 0
             file.seek(self._offset)
             text, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(text) + len(newline)

@@ -23,7 +23,7 @@ import pytest
 from prime_rl.config.shared import MonitorConfig, WandbConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, read_metrics, read_status
-from prime_rl.monitor.monitor import check_wandb, metrics_path
+from prime_rl.monitor.monitor import Tail, check_wandb, metrics_path
 from prime_rl.wait import wait
 from support.processes import REPOSITORY
 
@@ -142,6 +142,10 @@ def test_metrics_lines(tmp_path, heard):
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert (rows[2]["loss/mean"], rows[2]["eval/x/reward/mean"]) == (9.0, 0.25)
     assert read_metrics(tmp_path / "none.jsonl") == []
+    follower = Tail(path)
+    assert (len(follower.read()), follower.read()) == (5, [])
+    path.write_text('{"step": 0}\n')  # the run was started over, shorter so far
+    assert follower.read() == [{"step": 0}]
 
 
 def test_a_full_disk_is_named(tmp_path):
