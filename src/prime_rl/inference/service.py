@@ -117,6 +117,7 @@ class WeightService:
         self._paused_by_client = False
         self._broken: str | None = None  # why the weights are unusable
         self.failures = 0  # how often they became so
+        self.loading = asyncio.Lock()  # bounded: held for a load, whose outcome says what replies of that time are
         self._resume_error: str | None = None  # why the engine did not resume
 
     def adapter(self) -> tuple[int, str]:
@@ -279,7 +280,7 @@ class WeightService:
                         await self._stop()
                 try:
                     with change.measure("load"):
-                        async with asyncio.timeout(LOAD_SECONDS):
+                        async with self.loading, asyncio.timeout(LOAD_SECONDS):
                             args = self.number, str(directory), identity
                             answers = await self._engine.collective_rpc("prime_load", args=args)
                 except Exception as error:

@@ -118,7 +118,9 @@ class Tenancy:
 
             async def forward(message: Message) -> None:
                 nonlocal answers
-                if service.failures == failures:  # else nothing, as of a server that ended
+                async with service.loading:  # bounded: a load is
+                    usable = service.failures == failures
+                if usable:  # else nothing, as of a server that ended
                     answers = True
                     await send(message)
 

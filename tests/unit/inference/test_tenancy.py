@@ -21,6 +21,7 @@ NAMES = ("the/model", "", None)
 class FakeService:
     def __init__(self, name: str, number: int) -> None:
         self.number, self.name, self.busy, self.cleared, self.failures = number, name, False, False, 0
+        self.loading = asyncio.Lock()
 
     def adapter(self) -> tuple[int, str]:
         return self.number, f"{self.name}'s"
@@ -172,3 +173,8 @@ async def test_a_reply_under_a_broken_adapter_is_none(tmp_path: Path) -> None:
     service.failures = 2  # and usable
     server.gate.set()
     assert [(await reply)[0], (await server.post(a))[0]] == [500, 200]
+    async with service.loading:  # the reply waits for the outcome
+        reply = asyncio.create_task(server.post(a))
+        await until(lambda: len(server.entered) == 3)
+        service.failures = 3
+    assert (await reply)[0] == 500
