@@ -102,19 +102,11 @@ def make_tiny_model(directory: Path, *, experts: int = 0, tied: bool = True, see
         chat_template=CHATML,
     )
     shape: dict[str, Any] = {
-        "vocab_size": 288,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": tied,
-        "initializer_range": 0.2,
-        "eos_token_id": tokenizer.eos_token_id,
+        "vocab_size": 288, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
+        "tie_word_embeddings": tied, "initializer_range": 0.2, "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-    }
+    }  # fmt: skip
     torch.manual_seed(seed)
     model: Any
     if experts:

@@ -3,8 +3,7 @@
 The runs go two at a time, which is what two cores can do; a test waits for its own.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -41,9 +40,7 @@ CELLS = {
 
 
 @pytest.fixture(scope="module")
-def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, "Future[Result]"]]:
+def runs(request, tmp_path_factory):
     """The cells of the selected tests, under way."""
     root = tmp_path_factory.mktemp("runs")
     selected = [

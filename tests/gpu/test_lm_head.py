@@ -18,7 +18,7 @@ Head = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @pytest.fixture(scope="module")
-def random_head() -> tuple[Tensor, Tensor]:
+def random_head():
     """Hidden states [1000, 1024] and weight [V, 1024], drawn on the CPU, whose logits have variance 1."""
     draw = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(1000, 1024, generator=draw), torch.randn(VOCABULARY, 1024, generator=draw) / 32
@@ -64,11 +64,9 @@ def error(got: Tensor, want: Tensor) -> float:
     ("dtype", "tokens", "limits"), [(torch.bfloat16, 1000, (1e-3, 1e-2)), (torch.float32, 100, (1e-5, 1e-5))], ids=str
 )
 def test_against_float64(dtype, tokens, limits, mode, chunk, random_head):
-    """Loss and gradients are within limits of float64 on the same inputs, entropy's gradient included.
-
-    bfloat16 rounds a logit of 4 by up to 0.008: a token's probability ratio, and with it all of its gradient, is off by
-    up to that share. float32's kernels take other widths.
-    """
+    """Loss and gradients are within limits of float64 on the same inputs, entropy's gradient included. bfloat16 rounds
+    a logit of 4 by up to 0.008: a token's probability ratio, and with it all of its gradient, is off by up to that
+    share. float32's kernels take other widths."""
     head, streams = inputs(random_head, tokens, dtype)
     if mode == "one pass":
         loss, _ = fused_token_loss(*head, streams, ratio_and_entropy, chunk, compiled=True)

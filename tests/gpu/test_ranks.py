@@ -23,16 +23,10 @@ SECONDS = 300.0
 def make_config(experts: int) -> PretrainedConfig:
     """Two layers that every attention backend can compute; the vocabulary is that of the tests' documents, or more."""
     shape = {
-        "hidden_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "intermediate_size": 1024,
-        "vocab_size": 2048,
-        "max_position_embeddings": 4096,
+        "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 128, "intermediate_size": 1024, "vocab_size": 2048, "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
-    }
+    }  # fmt: skip
     if not experts:
         return Qwen3Config(**shape)
     return Qwen3MoeConfig(**shape, num_experts=experts, num_experts_per_tok=4, moe_intermediate_size=256)
@@ -41,16 +35,9 @@ def make_config(experts: int) -> PretrainedConfig:
 def train(directory: Path, model: Path, ranks: int, replicas: int = 1) -> list[dict[str, float]]:
     """The metrics of three steps on as many GPUs, from the same random weights and samples."""
     settings = {
-        "output-dir": directory,
-        "model.name": model,
-        "model.dp-replicate": replicas,
-        "max-steps": 3,
-        "seq-len": 2048,
-        "data.fake.batch-size": 64,
-        "data.fake.seq-len": 250,
-        "optim.lr": 1e-3,
-        "dist-timeout": 120,
-    }
+        "output-dir": directory, "model.name": model, "model.dp-replicate": replicas, "max-steps": 3, "seq-len": 2048,
+        "data.fake.batch-size": 64, "data.fake.seq-len": 250, "optim.lr": 1e-3, "dist-timeout": 120,
+    }  # fmt: skip
     arguments = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
     command = ("--nproc-per-node", ranks, *rendezvous, TRAIN, "--bench", *arguments)
@@ -66,7 +53,7 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 @pytest.mark.parametrize("kind", ["filesystem", "memory"])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=TWO)])
-def test_versions_are_what_the_ranks_trained(ranks: int, kind: str, tmp_path: Path) -> None:
+def test_versions_are_what_the_ranks_trained(ranks, kind, tmp_path):
     """As `tests/unit/trainer/test_versions.py`, from pinned buffers: a version is the weights when they were copied."""
     model = make_tiny_model(tmp_path / "model", experts=3)
     run = {"ranks": ranks, "kind": kind, "model": str(model), "root": str(tmp_path), "replicas": 1, "device": "cuda"}
@@ -75,7 +62,7 @@ def test_versions_are_what_the_ranks_trained(ranks: int, kind: str, tmp_path: Pa
 
 @TWO
 @pytest.mark.parametrize("experts", [0, 16], ids=["dense", "experts"])
-def test_two_gpus_equal_one(experts: int, tmp_path: Path) -> None:
+def test_two_gpus_equal_one(experts, tmp_path):
     """Three steps of two sharded ranks, and of two replicas, give one rank's losses and gradient norms to a few
     roundings of bfloat16: the ranks pack other micro-batches, so sums are rounded elsewhere."""
     make_config(experts).save_pretrained(tmp_path / "model")
@@ -93,7 +80,7 @@ def test_two_gpus_equal_one(experts: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_experts_in_groups(compiled: bool) -> None:
+def test_experts_in_groups(compiled):
     """At the shapes of Qwen3-30B-A3B: grouped products in bfloat16 give the float32 loop's outputs and gradients to a
     few roundings (2^-8 each), the same bits every time, and the host never waits."""
     torch.manual_seed(0)

@@ -6,7 +6,6 @@ On a CPU: tests/unit/inference/test_receiving.py.
 
 import itertools
 import multiprocessing
-from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -81,19 +80,19 @@ BACKENDS = ["tcp", "cuda-ipc", pytest.param("nccl", marks=TWO)]
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
+def backend(request):
     return str(request.param)
 
 
 @pytest.fixture
-def trainer(backend: str, tmp_path: Path) -> Iterator[Trainer]:
+def trainer(backend, tmp_path):
     made = Trainer(tmp_path / "weights", TRAINERS[backend])
     yield made
     made.kill()
 
 
 @pytest.fixture
-def publish(backend: str, tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+def publish(backend, tmp_path):
     """Makes a version available by the backend."""
     if backend == "files":
         yield partial(commit, tmp_path / "weights")
@@ -104,7 +103,7 @@ def publish(backend: str, tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 
 @pytest.fixture
-def subscriber() -> Iterator[Subscriber]:
+def subscriber():
     with closing(Subscriber()) as made:
         yield made
 

@@ -3,7 +3,6 @@
 import re
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -23,7 +22,7 @@ def rows_of(*kinds: str) -> list[Row]:
 
 
 @pytest.fixture(scope="module")
-def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def versions(tmp_path_factory):
     """The weights of an earlier run: versions 10 to 50."""
     root = tmp_path_factory.mktemp("earlier") / "weights"
     tensors = load_file(MODEL / "model.safetensors")
@@ -33,7 +32,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     directory = make_checkout(tmp_path / "prime-rl")
     for name in ("8b", "14b"):
         (directory / f"qwen{name}.toml").write_text(f'[model]\nname = "Qwen/Qwen3-{name.upper()}"\n')
@@ -48,7 +47,7 @@ def on_one_rank(line: str) -> str:
     return TORCHRUN.sub(lambda found: " trainer" if found[2] == "rl" else " sft", line)
 
 
-def test_torchrun_accepts_its_options() -> None:
+def test_torchrun_accepts_its_options():
     from torch.distributed.run import get_args_parser
 
     lines = [found[1] for row in ROWS if (found := TORCHRUN.search(row.line))]
@@ -58,7 +57,7 @@ def test_torchrun_accepts_its_options() -> None:
 
 
 @pytest.mark.parametrize("row", {on_one_rank(row.line): row for row in rows_of("plans", "hint")}.values(), ids=str)
-def test_planned(row: Row, checkout: Path, request: pytest.FixtureRequest) -> None:
+def test_planned(row, checkout, request):
     """Pasted with `--dry-run` the line is accepted, writes its configuration, and says what the page promises."""
     if "outputs/weights" in row.line:
         (checkout / "outputs").mkdir()
@@ -73,7 +72,7 @@ def test_planned(row: Row, checkout: Path, request: pytest.FixtureRequest) -> No
 
 
 @pytest.mark.parametrize("row", rows_of("refused"), ids=str)
-def test_refused(row: Row, checkout: Path) -> None:
+def test_refused(row, checkout):
     """A line that cannot be meant ends at once, in one line that says what to type."""
     status, output = fork_line(row.line, checkout, environment=EIGHT_GPUS)
     assert status not in (0, None), output
@@ -83,7 +82,7 @@ def test_refused(row: Row, checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("command", sorted({row.text.split()[0] for row in rows_of("help")}))
-def test_help(command: str, checkout: Path) -> None:
+def test_help(command, checkout):
     """`--help all` lists the options that the documents name, with their defaults."""
     status, output = fork_line(f"uv run {command} --help all", checkout, environment={"COLUMNS": "300"})
     assert status == 0
@@ -100,13 +99,13 @@ def test_help(command: str, checkout: Path) -> None:
     assert not missing
 
 
-def test_migrated() -> None:
+def test_migrated():
     """What is not carried over has a line in docs/migration.md."""
     lines = [line for line in (REPOSITORY / "docs" / "migration.md").read_text().splitlines() if line.startswith("| ")]
     assert [row.line for row in rows_of("migrated") if not any(row.text in line for line in lines)] == []
 
 
-def test_named_paths_and_tests_exist() -> None:
+def test_named_paths_and_tests_exist():
     """A test is named with its function, so that none is left behind that no longer exists."""
     assert [row.text for row in rows_of("path") if not (REPOSITORY / row.text).exists()] == []
     for row in rows_of("test"):
@@ -114,7 +113,7 @@ def test_named_paths_and_tests_exist() -> None:
         assert re.search(rf"^(async )?def {function}\(", (REPOSITORY / file).read_text(), re.MULTILINE), row
 
 
-def test_the_walkthrough_trains_as_the_documents_say() -> None:
+def test_the_walkthrough_trains_as_the_documents_say():
     """Reverse text: the warmed-up model, a context of 128 tokens, 20 steps."""
     config = parse(RLConfig, ["@", str(REPOSITORY / "examples" / "reverse_text" / "rl.toml")], {})
     assert config.model.name == "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT"
@@ -123,17 +122,17 @@ def test_the_walkthrough_trains_as_the_documents_say() -> None:
     assert config.inference.max_model_len == 128
 
 
-def test_the_readme_has_a_citation() -> None:
+def test_the_readme_has_a_citation():
     assert "@misc{primeintellect2025prime-rl," in (REPOSITORY / "README.md").read_text()
 
 
-def test_programs_of_others_are_installed() -> None:
+def test_programs_of_others_are_installed():
     """What the documents call besides our own commands comes with the installation."""
     for program in ("wandb", "hf", "prime", "vf-eval", "pre-commit", "torchrun"):
         assert shutil.which(program, path=str(REPOSITORY / ".venv" / "bin")), program
 
 
-def test_the_page_counts_its_rows() -> None:
+def test_the_page_counts_its_rows():
     """Nothing is left out silently: the page's sum is that of its rows."""
     counts = Counter(row.kind for row in ROWS)
     working = sum(counts[kind] for kind in ("runs", "plans", "hint", "help", "path", "test"))

@@ -1,13 +1,12 @@
 """Environment workers as real processes, against a scripted engine: tokens are exact, faults are outcomes."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
 from prime_rl.envs.protocol import Outcome
-from support.environments import PoolWorld, environment, open_pool
+from support.environments import environment, open_pool
 from support.fake_engine import assert_exact, make_tokenizer
 from support.scripted import until
 
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PoolWorld]:
+async def world(tmp_path_factory):
     """A worker and an engine."""
     root = tmp_path_factory.mktemp("envs")
     envs = [environment("reverse-text", {"num_tasks": 8})]
@@ -24,12 +23,12 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PoolW
 
 
 @pytest.fixture(autouse=True)
-def _reset(world: PoolWorld) -> None:
+def _reset(world):
     world.engine.reset()
     world.engine.reply = lambda prompt: "<reversed_text>abc</reversed_text>"
 
 
-async def test_an_episode_is_what_the_engine_gave(world: PoolWorld) -> None:
+async def test_an_episode_is_what_the_engine_gave(world):
     """The prompt is the model's own template of the task; prompt ids as sent, sampled ids and logprobs as answered, bit
     for bit; sampling and version as asked; ids echoed, the environment's reward, prompt and answer readable."""
     text = world.pool.tasks("reverse-text")[1].task_id.removeprefix("reverse-text/")
@@ -54,7 +53,7 @@ async def test_an_episode_is_what_the_engine_gave(world: PoolWorld) -> None:
     assert result.completion == f"<reversed_text>{text[::-1]}</reversed_text>"
 
 
-async def test_deadline_and_cancellation(world: PoolWorld) -> None:
+async def test_deadline_and_cancellation(world):
     """An episode past its deadline is a timeout. Then, or if its call is cancelled, its request is dropped."""
     world.engine.delay = 300.0
     assert (await world.run("reverse-text", seconds=1.0)).outcome is Outcome.TIMEOUT
@@ -69,7 +68,7 @@ async def test_deadline_and_cancellation(world: PoolWorld) -> None:
     assert (await world.run("reverse-text")).ok
 
 
-async def test_many_at_once(world: PoolWorld) -> None:
+async def test_many_at_once(world):
     """Concurrent episodes do not mix: every result has its own exchange's tokens."""
     world.engine.reply = lambda prompt: prompt.split("user\n")[1].split("<|im_end|>")[0][::-1]
     results = await asyncio.gather(*(world.run("reverse-text", task=i % 8) for i in range(64)))

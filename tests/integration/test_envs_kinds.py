@@ -6,7 +6,6 @@ That one is made from the package index, once for all tests here, by the lines i
 
 import asyncio
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest_asyncio
 
 from prime_rl.envs.protocol import Outcome
 from prime_rl.errors import UserError
-from support.environments import PoolWorld, environment, open_pool
+from support.environments import environment, open_pool
 from support.fake_engine import assert_exact, make_tokenizer
 from support.scripted import until
 
@@ -32,7 +31,7 @@ def classic(python: str, name: str = "reverse-classic", **args: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+def python(tmp_path_factory):
     """The interpreter that the guide's lines make. Skips where uv reaches no package index and has no cache of it."""
     command = ["uv", "pip", "install", "--dry-run", "--quiet", "--target", "/nonexistent", "verifiers==0.3.1"]
     tried = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=120)
@@ -53,7 +52,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(python: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PoolWorld]:
+async def world(python, tmp_path_factory):
     root = tmp_path_factory.mktemp("kinds")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(GUESS))
@@ -76,7 +75,7 @@ async def world(python: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
 
 
 @pytest.fixture(autouse=True)
-def _reset(world: PoolWorld) -> None:
+def _reset(world):
     world.engine.reset()
     world.engine.reply = lambda prompt: "olleh"
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import InferenceServer
 from prime_rl.config import parse
 from prime_rl.config.rl import ParityConfig
 from prime_rl.fleet.logprob_check import LEAST_MEAN
@@ -24,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def compared(inference_server: InferenceServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def compared(inference_server, tmp_path_factory):
     """The directory of a comparison by the command, and what it printed."""
     directory, server = tmp_path_factory.mktemp("parity"), inference_server
     server.reset()

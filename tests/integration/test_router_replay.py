@@ -2,13 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from conftest import InferenceServer, launch_server, make_tiny_model
+from conftest import launch_server, make_tiny_model
 from prime_rl.config import parse
 from prime_rl.config.rl import ParityConfig
 from prime_rl.config.trainer import TrainerModel
@@ -24,7 +23,7 @@ EXPERTS, TOLERANCE = 8, 1e-4  # nats, in float32
 
 
 @pytest.fixture(scope="module")
-def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
+def moe_server(tmp_path_factory):
     root = tmp_path_factory.mktemp("replay")
     model = make_tiny_model(root / "model", experts=EXPERTS)
     with launch_server(root / "server", model, {"device": "cpu", "router_replay": True}) as server:

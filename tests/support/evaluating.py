@@ -28,9 +28,7 @@ class Server(ScriptedEngine):
 
 class Pool(ScriptedPool):
     """Environments of `tasks` tasks each. A reward follows from environment, task, seed and the version that sampled.
-
-    `before` may change the world, or give an outcome other than a score. Servers in `sick` fail every attempt.
-    """
+    `before` may change the world, or give an outcome other than a score. Servers in `sick` fail every attempt."""
 
     def __init__(self, engines: dict[str, Server], tasks: int = 4) -> None:
         self.engines, self.count = engines, tasks

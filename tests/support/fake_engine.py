@@ -37,10 +37,8 @@ QWEN_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>
 
 
 def make_tokenizer(directory: Path, template: str | None = CHATML, tags: bool = False, **config: Any) -> Path:
-    """A directory with a byte-level BPE tokenizer (a few merges, so that borders matter) and a config.json.
-
-    `tags`: those of Qwen3 are tokens of their own.
-    """
+    """A directory with a byte-level BPE tokenizer (a few merges, so that borders matter) and a config.json. `tags`:
+    those of Qwen3 are tokens of their own."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

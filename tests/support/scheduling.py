@@ -27,11 +27,9 @@ def endless_tasks() -> Iterator[Task]:
 
 
 class World:
-    """A trainer, a fleet and an orchestrator in one thread, driven by chance.
-
-    Batches are committed in `directory`; a crash forgets all that is not in it, and comes with probability `crash_rate`
-    at each point of a commit, and between.
-    """
+    """A trainer, a fleet and an orchestrator in one thread, driven by chance. Batches are committed in `directory`; a
+    crash forgets all that is not in it, and comes with probability `crash_rate` at each point of a commit, and
+    between."""
 
     def __init__(
         self,

@@ -91,9 +91,7 @@ class ScriptedEngine:
 
 class ScriptedPool:
     """Every episode takes 20 ms; tokens and rewards depend on its place and the version; rewards differ in a group.
-
-    `before` may change the world or the result.
-    """
+    `before` may change the world or the result."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.engine = engine
@@ -129,13 +127,9 @@ class ScriptedPool:
 class World:
     def __init__(self, directory: Path, **settings: object) -> None:
         base: dict[str, object] = {
-            "environment": {"id": "env"},
-            "batch_size": 2,
-            "rollouts_per_example": 2,
-            "async_level": 0,
-            "max_off_policy_steps": 8,
-            "max_steps": 3,
-        }
+            "environment": {"id": "env"}, "batch_size": 2, "rollouts_per_example": 2, "async_level": 0,
+            "max_off_policy_steps": 8, "max_steps": 3,
+        }  # fmt: skip
         self.config = OrchestratorConfig(output_dir=directory, **(base | settings))
         self.trainer = ScriptedTrainer(directory)
         self.engine = ScriptedEngine()

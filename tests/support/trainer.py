@@ -142,18 +142,11 @@ def make_sample(rng: np.random.Generator, name: str, tokens: int, temperature: f
     """A sample of random tokens, the second half of which was sampled by some policy."""
     mask = np.arange(tokens) >= tokens // 2
     return Sample(
-        sample_id=name,
-        group_id=f"group-{name}",
-        task_id=f"task-{name}",
-        env="test",
-        policy_versions=[0],
-        input_ids=rng.integers(0, VOCABULARY, tokens).tolist(),
-        loss_mask=mask.tolist(),
-        logprobs=(mask * -rng.uniform(1, 6, tokens)).tolist(),
-        advantages=(mask * rng.standard_normal()).tolist(),
-        temperature=temperature,
-        reward=float(rng.uniform()),
-    )
+        sample_id=name, group_id=f"group-{name}", task_id=f"task-{name}", env="test", policy_versions=[0],
+        input_ids=rng.integers(0, VOCABULARY, tokens).tolist(), loss_mask=mask.tolist(),
+        logprobs=(mask * -rng.uniform(1, 6, tokens)).tolist(), advantages=(mask * rng.standard_normal()).tolist(),
+        temperature=temperature, reward=float(rng.uniform()),
+    )  # fmt: skip
 
 
 def write_rollouts(output_dir: Path, steps: int, samples: tuple[int, ...] = (6,)) -> list[list[Sample]]:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -10,7 +9,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from prime_rl.trainer.parallel import World, close_world, init_world
+from prime_rl.trainer.parallel import close_world, init_world
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -22,7 +21,7 @@ finally:
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
+def world():
     torch.set_num_threads(1)
     yield init_world("cpu", 60)
     close_world()
@@ -33,19 +32,19 @@ CLEARLY = 0.15  # of 0.43 … 1; `gspo`, whose clips are narrow, gains 0.20, all
 
 
 @pytest.mark.parametrize("name", bandit.ALGORITHMS)
-def test_every_algorithm_learns(name: str, world: World) -> None:
+def test_every_algorithm_learns(name, world):
     """Contract: its advantages point uphill, with samples one version old."""
     curve = bandit.learn(LEARNING, bandit.ALGORITHMS[name], bandit.LOSSES["default"], 0, world)
     assert curve[-1] > curve[0] + CLEARLY
 
 
 @pytest.mark.parametrize("name", bandit.LOSSES)
-def test_every_loss_learns(name: str, world: World) -> None:
+def test_every_loss_learns(name, world):
     curve = bandit.learn(LEARNING, bandit.ALGORITHMS["grpo"], bandit.LOSSES[name], 0, world)
     assert curve[-1] > curve[0] + CLEARLY
 
 
-def test_stale_samples_need_a_correction(world: World) -> None:
+def test_stale_samples_need_a_correction(world):
     """Contract: at async level 2 and a large learning rate the uncorrected loss falls behind; corrected ones do not."""
     setting = bandit.STALE["SGD 150"]
 
@@ -59,6 +58,6 @@ def test_stale_samples_need_a_correction(world: World) -> None:
         assert settled(loss) > uncorrected + 0.05, loss
 
 
-def test_the_page_shows_what_was_measured() -> None:
+def test_the_page_shows_what_was_measured():
     found = json.loads(bandit.RESULTS.read_text())
     assert bandit_page.PAGE.read_text() == bandit_page.page(found), "run `python benchmarks/bandit.py --table`"

@@ -96,18 +96,10 @@ class Conversation:
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_of(call)}}
                 for call in named
             ]
-        turn = Turn(
-            prompt_ids=answer["prompt_ids"],
-            completion_ids=answer["completion_ids"],
-            logprobs=answer["completion_logprobs"],
-            roles=_roles(answer["prompt_attribution"], messages),
-            history=[*history, _comparable(message)],
-            message=message,
-            tool_calls=calls,
-            is_truncated=answer["finish_reason"] == "length",
-            experts=experts_of(answer["routed_experts"]),
-            extended=extended,
-        )
+        tokens = answer["prompt_ids"], answer["completion_ids"], answer["completion_logprobs"]
+        roles, is_truncated = _roles(answer["prompt_attribution"], messages), answer["finish_reason"] == "length"
+        turn = Turn(*tokens, roles, [*history, _comparable(message)], message, calls, is_truncated)
+        turn.experts, turn.extended = experts_of(answer["routed_experts"]), extended
         self.turns.append(turn)
         return turn
 

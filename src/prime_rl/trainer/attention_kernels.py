@@ -168,26 +168,20 @@ def _fa3_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 # compiler would specialise on; beneath it are these two, the same from torch 2.11 to 2.13. They take grouped heads.
 
 
+def _varlen_mask(mask: Mask) -> tuple[Any, ...]:
+    """Boundaries of queries and keys, the longest document of each, no dropout, and whether plainly causal."""
+    return *[mask.cu_seqlens] * 2, *[mask.longest] * 2, 0.0, mask.window is None
+
+
 def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, ...]:
-    boundaries = *[mask.cu_seqlens] * 2, *[mask.longest] * 2
-    dropout, causal, debug_mask = 0.0, mask.window is None, False
-    return torch.ops.aten._flash_attention_forward(
-        q, k, v, *boundaries, dropout, causal, debug_mask, scale=mask.scale, **_flash_window(mask)
-    )
+    arguments, named = (q, k, v, *_varlen_mask(mask)), {"scale": mask.scale, **_flash_window(mask)}
+    return torch.ops.aten._flash_attention_forward(*arguments, return_debug_mask=False, **named)
 
 
 def _varlen_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
-    boundaries = *[mask.cu_seqlens] * 2, *[mask.longest] * 2
-    dropout, causal = 0.0, mask.window is None
+    arguments, named = (d_out, q, k, v, out, lse, *_varlen_mask(mask)), {"scale": mask.scale, **_flash_window(mask)}
     random_state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)
-    return torch.ops.aten._flash_attention_backward(
-        d_out,
-        *(q, k, v, out, lse),
-        *boundaries,
-        *(dropout, causal, random_state, unused),
-        scale=mask.scale,
-        **_flash_window(mask),
-    )
+    return torch.ops.aten._flash_attention_backward(*arguments, random_state, unused, **named)
 
 
 # cuDNN makes a plan for every number of documents, longest length and, backward, number of tokens (to the next 64), and

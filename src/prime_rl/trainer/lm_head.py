@@ -170,14 +170,7 @@ def _make_gradients(hidden: Tensor, *trained: Tensor | None) -> tuple[Tensor, Te
     return torch.empty_like(hidden), d_weight, d_bias
 
 
-def _backward(
-    d_CV: Tensor,
-    hidden_CH: Tensor,
-    weight: Tensor,
-    d_hidden_CH: Tensor,
-    d_weight: Tensor | None,
-    d_bias: Tensor | None,
-) -> None:
+def _backward(d_CV: Tensor, hidden_CH: Tensor, weight: Tensor, d_hidden_CH: Tensor, d_weight: Any, d_bias: Any) -> None:
     """Compute from d, the logits' gradient:  d_hidden = d weight,  d_weight += d^T hidden,  d_bias += Σ d."""
     torch.mm(d_CV, weight, out=d_hidden_CH)
     if not len(d_CV):
@@ -252,18 +245,9 @@ class _LogprobEntropy(torch.autograd.Function):
 class _FusedTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        inv_t: Tensor,
-        streams: Tensor,
-        token_loss: TokenLoss,
-        chunk: int,
-        compiled: bool,
-        slope: float | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, inv_t: Tensor, streams: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor]:
+        token_loss, chunk, compiled, slope = rest
         d_hidden, d_weight, d_bias = _make_gradients(hidden, *_trained(ctx, weight, bias))
         losses, sums = [], []
         for s, logits in _chunked_logits(hidden, weight, bias, chunk, slope):

@@ -19,26 +19,18 @@ FILE = "samples.arrow"
 _ROWS_PER_RECORD_BATCH = 8
 
 _FLOATS = pa.list_(pa.float32())
-SCHEMA = pa.schema(
-    [
-        pa.field("sample_id", pa.string(), nullable=False),
-        pa.field("group_id", pa.string(), nullable=False),
-        pa.field("task_id", pa.string(), nullable=False),
-        pa.field("env", pa.string(), nullable=False),
-        pa.field("policy_versions", pa.list_(pa.int64()), nullable=False),
-        pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
-        pa.field("logprobs", _FLOATS, nullable=False),
-        pa.field("advantages", _FLOATS, nullable=False),
-        pa.field("temperature", pa.float32(), nullable=False),
-        pa.field("reward", pa.float64(), nullable=False),
-        pa.field("is_truncated", pa.bool_(), nullable=False),
-        pa.field("rl_weight", _FLOATS),
-        pa.field("ce_weight", _FLOATS),
-        pa.field("ref_kl_weight", _FLOATS),
-        pa.field("ref_logprobs", _FLOATS),
-    ]
-)
+_REQUIRED = {
+    **dict.fromkeys(("sample_id", "group_id", "task_id", "env"), pa.string()),
+    "policy_versions": pa.list_(pa.int64()),
+    "input_ids": pa.list_(pa.int32()),
+    "loss_mask": pa.list_(pa.bool_()),
+    **dict.fromkeys(("logprobs", "advantages"), _FLOATS),
+    "temperature": pa.float32(),
+    "reward": pa.float64(),
+    "is_truncated": pa.bool_(),
+}
+_OPTIONAL = dict.fromkeys(("rl_weight", "ce_weight", "ref_kl_weight", "ref_logprobs"), _FLOATS)
+SCHEMA = pa.schema([pa.field(*each, nullable=False) for each in _REQUIRED.items()] + list(_OPTIONAL.items()))
 # A column that exists only if a sample has experts: for its first N tokens, N ≤ T, the ids that the engine chose in
 # each of the model's layers, list<fixed_size_list<uint8 or uint16>[layers · k]>.
 EXPERTS = "routed_experts"

@@ -1,8 +1,5 @@
 """What an id says: the module, the version that must be the installed one, and what the package is written for."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from prime_rl.envs.ids import LoadError, check_version, find, kind_of, module_name, unique
@@ -11,7 +8,7 @@ from prime_rl.envs.worker import load
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], None]:
+def install(tmp_path, monkeypatch):
     """Stands in for the hub: a distribution whose name, version and module are on the path, as if installed."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -26,7 +23,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
     return write
 
 
-def test_versions(install: Callable[..., None], tmp_path: Path) -> None:
+def test_versions(install, tmp_path):
     """The installed version, however it is written, or none in particular. Another one, or one where no package says
     any, is an error that names both and what installs the one asked for; a worker, whose Python environment may be
     another, refuses it too."""
@@ -58,21 +55,21 @@ def test_versions(install: Callable[..., None], tmp_path: Path) -> None:
         ("", "verifiers"),
     ],
 )
-def test_kinds(source: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds(source, kind, tmp_path, monkeypatch):
     """Told from the source alone: a package for another verifiers cannot be imported here."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "some_kind.py").write_text(source)
     assert kind_of("owner/some-kind@1.0") == kind
 
 
-def test_ids_name_one_task_each() -> None:
+def test_ids_name_one_task_each():
     """However often a key comes; where that would give two tasks one id they are refused."""
     assert unique(["a", "b", "a", "a"]) == ["a", "b", "a#2", "a#3"]
     with pytest.raises(LoadError, match="two tasks have the id 'a#2'"):
         unique(["a", "a#2", "a"])
 
 
-def test_dotted_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]) -> None:
+def test_dotted_ids(tmp_path, monkeypatch, install):
     """A module within a package is found without running the package, and its version is the package's."""
     install("dojos", "1.2.0", "raise RuntimeError('it was imported')")
     (tmp_path / "dojos").mkdir()
@@ -86,7 +83,7 @@ def test_dotted_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Ca
         check_version("dojos.envs.old_dojo@2")
 
 
-def test_kinds_that_are_not_for_the_installed_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_that_are_not_for_the_installed_verifiers(tmp_path, monkeypatch):
     """Refused in one line with what would do, before anything of it is imported."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "old_env.py").write_text("import surely_not_there\ndef load_environment(): pass")

@@ -3,7 +3,6 @@
 import ast
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +29,7 @@ called = st.fixed_dictionaries({"role": st.just("assistant"), "content": texts, 
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def tokenizer(tmp_path_factory):
     return tokenizer_of(str(make_tokenizer(tmp_path_factory.mktemp("tooled"), TEMPLATE)))
 
 

@@ -4,7 +4,6 @@ what blocks keep really leaves, comes back, and its host memory goes round."""
 import json
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,7 @@ from prime_rl.trainer.activations import LAG, LEVELS, offload_layers
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.packing import collate, to_device
-from prime_rl.trainer.parallel import World
-from prime_rl.trainer.source import Source, find_model
+from prime_rl.trainer.source import find_model
 from support import trainer as support
 
 world, tied_model, quick_compiler = support.world, support.tied_model, support.quick_compiler
@@ -55,7 +53,7 @@ def assert_near(got: dict[str, Tensor], want: dict[str, Tensor], relative: float
 
 
 @pytest.fixture
-def shape(tied_model: Path, tmp_path: Path) -> Source:
+def shape(tied_model, tmp_path):
     """The tiny model with four layers and widths that differ."""
     config = json.loads((tied_model / "config.json").read_text())
     config |= {"num_hidden_layers": 4, "intermediate_size": FEED_FORWARD, "layer_types": ["full_attention"] * 4}
@@ -91,7 +89,7 @@ _plain: dict[bool, dict[str, Tensor]] = {}
 
 
 @pytest.fixture
-def plain(world: World, shape: Source) -> Plain:
+def plain(world, shape):
     """Gradients without any of it, eager or compiled, computed once."""
 
     def get(compiled: bool) -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
 """What a step takes, estimated: against measured peaks; what is chosen from it, and what is said."""
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from prime_rl.trainer.source import find_model
 
 
 @pytest.fixture(scope="module")
-def shapes() -> dict[str, Shape]:
+def shapes():
     with torch.device("meta"):
         configs = {name: find_model(f"Qwen/Qwen3-{name}", random_weights=True).config for name in ("0.6B", "4B")}
         return {name: Shape.of(AutoModelForCausalLM.from_config(config)) for name, config in configs.items()}
@@ -110,7 +109,7 @@ def test_the_user_has_the_last_word(shapes):
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MemoryPlan]:
+def planned(monkeypatch):
     """The plan on a GPU with so many GiB free, one of them torch's; each of 4 ranks has so many of host memory."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)

@@ -91,9 +91,7 @@ def test_muon(together, monkeypatch):
 
 def test_any_number_of_ranks_makes_the_same_updates(tmp_path):
     """Four steps on one rank, on two (states in host memory), on two replicas of two, and on four after two: the same.
-
-    The shapes divide unevenly among the ranks, and some ranks have no rows at all.
-    """
+    The shapes divide unevenly among the ranks, and some ranks have no rows at all."""
     settings = {"type": "muon", "lr": 1e-2}
     runs: list[dict[str, Any]] = [
         {"out": "two", "ranks": 2, "settings": {**settings, "offload": True}},

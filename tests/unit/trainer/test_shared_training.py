@@ -1,6 +1,6 @@
 """Tenants in one trainer: each is trained as if it were alone, and nothing that happens to one reaches another."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from prime_rl.trainer.lora import initialize
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.packing import collate
-from prime_rl.trainer.parallel import World, close_world, init_world
+from prime_rl.trainer.parallel import close_world, init_world
 from prime_rl.trainer.report import Report
 from prime_rl.trainer.shared_training import FairQueue, SharedTrainer, SlotPolicy, tenant_config
 from prime_rl.trainer.source import find_model
@@ -81,7 +81,7 @@ class Deployment:
 
 
 @pytest.fixture
-def deploy(tied_model: Path, tmp_path: Path) -> Iterator[Callable[..., Deployment]]:
+def deploy(tied_model, tmp_path):
     with ExitStack() as exit_stack:
 
         def make(**settings: Any) -> Deployment:
@@ -93,7 +93,7 @@ def deploy(tied_model: Path, tmp_path: Path) -> Iterator[Callable[..., Deploymen
 
 
 @pytest.fixture
-def alone(run_training: Callable[..., None], tied_model: Path, tmp_path: Path) -> Callable[..., dict[int, str]]:
+def alone(run_training, tied_model, tmp_path):
     """Return what trains as a tenant is in a trainer of its own, on the same rollouts: the hashes of its versions."""
 
     def train(settings: dict[str, Any], samples: tuple[int, ...] = (6,)) -> dict[int, str]:
@@ -106,7 +106,7 @@ def alone(run_training: Callable[..., None], tied_model: Path, tmp_path: Path) -
     return train
 
 
-def test_a_tenant_trains_as_if_alone(alone: Callable[..., dict[int, str]], deploy: Callable[..., Deployment]) -> None:
+def test_a_tenant_trains_as_if_alone(alone, deploy):
     """Contract: beside others, of other settings, every version of a tenant is that of its own trainer, bit for bit;
     also where the shared trainer is killed in between, or a member leaves, and each goes on from its own state."""
     want = [alone(ALICE, (6, 2)), alone(BOB)]
@@ -127,9 +127,7 @@ def test_a_tenant_trains_as_if_alone(alone: Callable[..., dict[int, str]], deplo
     assert row["tenant/queued"] >= 0
 
 
-def test_what_fails_for_one_reaches_no_other(
-    alone: Callable[..., dict[int, str]], deploy: Callable[..., Deployment]
-) -> None:
+def test_what_fails_for_one_reaches_no_other(alone, deploy):
     """Contract: NaN, a damaged batch, a failing disk or settings that cannot be end one membership, with the reason."""
     want = alone(BOB)
     one = deploy(tenants={"slots": 5})
@@ -148,7 +146,7 @@ def test_what_fails_for_one_reaches_no_other(
         assert reason in str(outcomes[name]), name
 
 
-def test_slots_and_settings(deploy: Callable[..., Deployment], tmp_path: Path, tied_model: Path) -> None:
+def test_slots_and_settings(deploy, tmp_path, tied_model):
     """Contract: more tenants than slots are refused by name; a slot is free when its tenant ends; nothing of a tenant's
     settings leads out of its directory or runs its code."""
     one = deploy(tenants={"slots": 1})
@@ -181,7 +179,7 @@ def test_slots_and_settings(deploy: Callable[..., Deployment], tmp_path: Path, t
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_micro_batches_that_are_computed_together(world: World, tied_model: Path, broken: bool) -> None:
+def test_micro_batches_that_are_computed_together(world, tied_model, broken):
     """Contract: grouped, as on GPUs, they give a tenant the gradients that it has alone, whatever the others hold."""
     policy = build_policy(find_model(str(tied_model)), TrainerModel(), world, lora=LoRAConfig(**LORA), slots=3)
     views = [SlotPolicy(policy, slot) for slot in (0, 2)]
@@ -211,7 +209,7 @@ def test_micro_batches_that_are_computed_together(world: World, tied_model: Path
 
 
 @given(costs=st.lists(st.floats(0.1, 10), min_size=30, max_size=60), heavy=st.sampled_from([1.0, 2.0, 4.0]))
-def test_turns_are_fair(costs: list[float], heavy: float) -> None:
+def test_turns_are_fair(costs, heavy):
     """Contract: who always waits gets time in proportion to its weight, to within a micro-batch each; who comes back is
     next, and is owed nothing; who has a limit waits."""
     queue, spent = FairQueue(TenantsConfig(weights={"a": heavy})), {"a": 0.0, "b": 0.0}

@@ -1,7 +1,6 @@
 """Training state on disk: any number of ranks loads what any other saved, and a state that does not fit is refused."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,7 @@ WHOLE = {WEIGHT: torch.arange(21.0).reshape(7, 3), BIAS: torch.arange(2.0), STEP
 
 
 @pytest.fixture
-def ranks(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[World]]:
+def ranks(world, monkeypatch):
     """So many ranks, which come one after the other."""
     monkeypatch.setattr(training_state, "agree", lambda world, action: action())
     return lambda size, replicas=1: [replace(world, rank=rank, size=size, replicas=replicas) for rank in range(size)]

@@ -3,7 +3,7 @@ test_recovery.py.)"""
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from conftest import make_tiny_model
 from prime_rl.errors import UserError
 from prime_rl.trainer import weight_publisher
 from prime_rl.trainer.model import Policy
-from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_copy import WeightCopy
@@ -36,7 +35,7 @@ Open = Callable[..., AbstractContextManager[Run]]
 
 
 @pytest.fixture
-def opened(world: World, make_policy: MakePolicy, tied_model: Path, tmp_path: Path) -> Open:
+def opened(world, make_policy, tied_model, tmp_path):
     """Opens a run by its transport."""
     return lambda transport, /, **more: open_run(
         transport, world, make_policy(tied_model), tied_model, tmp_path, **more
@@ -44,7 +43,7 @@ def opened(world: World, make_policy: MakePolicy, tied_model: Path, tmp_path: Pa
 
 
 @pytest.fixture(params=[*TRANSPORTS])
-def run(request: pytest.FixtureRequest, opened: Open) -> Iterator[Run]:
+def run(request, opened):
     """Each transport."""
     with opened(request.param) as made:
         yield made
@@ -175,7 +174,7 @@ def test_versions_of_an_interval_are_kept_for_good(opened):
 
 
 @pytest.fixture
-def publisher(opened: Open) -> Iterator[WeightPublisher]:
+def publisher(opened):
     """Of an incarnation that has begun, on the disk."""
     with opened("filesystem") as run:
         yield run.incarnation()
@@ -253,7 +252,7 @@ def test_a_failure_is_heard_once(publisher):
 
 
 @pytest.fixture
-def four_versions(publisher: WeightPublisher) -> WeightPublisher:
+def four_versions(publisher):
     """Beside the base; two of them are superfluous."""
     for version in range(1, 5):
         publisher.publish(version)

@@ -3,7 +3,6 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -48,12 +47,12 @@ def filled(seed: int) -> Tensor:
 
 
 @pytest.fixture
-def buffer() -> Tensor:
+def buffer():
     return filled(0)
 
 
 @pytest.fixture
-def publisher(buffer: Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
+def publisher(buffer, monkeypatch):
     """It holds version 3, in blocks of which there are many."""
     monkeypatch.setattr(exchange, "TCP_BLOCK_BYTES", 5000)
     made = Publisher(buffer, host="127.0.0.1", port=0, timeout=SECONDS)
@@ -74,7 +73,7 @@ def receive(asked: WeightsManifest, subscriber: Subscriber | None = None) -> Ten
     return into
 
 
-def test_many_workers_get_every_version_bit_by_bit(publisher: Publisher, buffer: Tensor) -> None:
+def test_many_workers_get_every_version_bit_by_bit(publisher, buffer):
     """Contract: several at a time, each version over the same connection."""
     subscribers = [Subscriber() for _ in range(4)]
     for version in (3, 4, 5):
@@ -90,7 +89,7 @@ def test_many_workers_get_every_version_bit_by_bit(publisher: Publisher, buffer:
         assert {name: list(view.shape) for name, view in views.items()} == {n: e.shape for n, e in TENSORS.items()}
 
 
-def test_a_version_that_is_superseded_is_refused_by_name(publisher: Publisher, buffer: Tensor) -> None:
+def test_a_version_that_is_superseded_is_refused_by_name(publisher, buffer):
     """Contract: and the connection serves the next question."""
     subscriber = Subscriber()
     with pytest.raises(ExchangeError, match="version 2 of incarnation 0 is superseded: the trainer holds version 3"):
@@ -101,7 +100,7 @@ def test_a_version_that_is_superseded_is_refused_by_name(publisher: Publisher, b
         receive(manifest(publisher), subscriber)
 
 
-def test_another_runs_trainer_and_one_that_is_gone_are_named(publisher: Publisher) -> None:
+def test_another_runs_trainer_and_one_that_is_gone_are_named(publisher):
     """Contract: without the token one gets nothing; it is written nowhere; a failed connection names both addresses."""
     with pytest.raises(ExchangeError, match="does not know this token: another run's trainer"):
         receive(manifest(publisher, token="another"))
@@ -123,7 +122,7 @@ def test_another_runs_trainer_and_one_that_is_gone_are_named(publisher: Publishe
         b"\x02\x00\x00\x00{}",
     ],
 )
-def test_strangers_disturb_nobody(words: bytes, publisher: Publisher, buffer: Tensor) -> None:
+def test_strangers_disturb_nobody(words, publisher, buffer):
     """Contract: neither what one says to the publisher nor that it hangs keeps a worker from its version. Where one
     answers in the publisher's place silence ends at the deadline, anything else at once, each with one error line."""
     with socket.create_connection(("127.0.0.1", publisher.address().port)) as stranger:
@@ -154,11 +153,11 @@ class Held:
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+def held(monkeypatch):
     return Held(monkeypatch)
 
 
-def test_a_version_is_not_withdrawn_from_who_reads_it(publisher: Publisher, buffer: Tensor, held: Held) -> None:
+def test_a_version_is_not_withdrawn_from_who_reads_it(publisher, buffer, held):
     """Contract: the buffer stays as it is until the reader is done."""
     with ThreadPoolExecutor(2) as threads:
         reading = threads.submit(receive, manifest(publisher))
@@ -171,7 +170,7 @@ def test_a_version_is_not_withdrawn_from_who_reads_it(publisher: Publisher, buff
         assert torch.equal(reading.result(30), buffer)
 
 
-def test_a_reader_that_hangs_is_cut_off(publisher: Publisher, held: Held) -> None:
+def test_a_reader_that_hangs_is_cut_off(publisher, held):
     """Contract: the trainer goes on after the deadline, the reader takes no version, and the next one can be had."""
     with ThreadPoolExecutor(1) as threads:
         reading = threads.submit(receive, manifest(publisher))
@@ -185,14 +184,14 @@ def test_a_reader_that_hangs_is_cut_off(publisher: Publisher, held: Held) -> Non
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [("Q4", [2]), ("F32", [-1])])
-def test_a_tensor_that_cannot_be_is_refused(dtype: str, shape: list[int]) -> None:
+def test_a_tensor_that_cannot_be_is_refused(dtype, shape):
     with pytest.raises(CommitError, match="cannot be loaded"):
         layout({"a": TensorEntry("", dtype, shape, "")})
 
 
 @given(st.lists(st.integers(1, 3 * ALIGNMENT), min_size=1, max_size=6), st.data())
 @settings(max_examples=60)
-def test_a_changed_byte_changes_its_tensors_checksum_alone(sizes: list[int], data: st.DataObject) -> None:
+def test_a_changed_byte_changes_its_tensors_checksum_alone(sizes, data):
     """Contract: and a checksum does not depend on where in the buffer its tensor lies."""
     places, at = {}, 0
     for number, size in enumerate(sizes):
@@ -212,7 +211,7 @@ def test_a_changed_byte_changes_its_tensors_checksum_alone(sizes: list[int], dat
     assert {other for other in places if after[other] != before[other]} == {name}
 
 
-def test_exchanged_rows_and_tensors_are_seen() -> None:
+def test_exchanged_rows_and_tensors_are_seen():
     """Contract: what sums of bytes would miss."""
     buffer = torch.randint(0, 256, (8 * ALIGNMENT,), dtype=torch.uint8)
     places = {"a": (0, 4 * ALIGNMENT), "b": (4 * ALIGNMENT, 4 * ALIGNMENT)}
