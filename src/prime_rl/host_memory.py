@@ -18,10 +18,8 @@ def local_ranks() -> int:
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """Bytes left in our cgroup, of version 2, and in those around it, where these have limits.
-
-    Cached files that are not in use count as free.
-    """
+    """Bytes left in our cgroup, of version 2, and in those around it, where these have limits. Cached files that are
+    not in use count as free."""
     mount = root / "sys/fs/cgroup"
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         if line.startswith("0::"):

@@ -160,10 +160,8 @@ def variable() -> dict[str, str]:
 
 
 class Child:
-    """A process with all that it starts, in a session of its own, watching this process. The only way to spawn one.
-
-    It and all below it have a variable of its own in their environment, by which `reap` finds daemons, too.
-    """
+    """A process with all that it starts, in a session of its own, watching this process. The only way to spawn one. It
+    and all below it have a variable of its own in their environment, by which `reap` finds daemons, too."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], output: int | IO[bytes]) -> None:
         """Start it; `output` takes its standard output and error. Raises OSError: the program cannot be executed."""
@@ -208,10 +206,8 @@ class Child:
 
 
 def watch() -> None:
-    """Child side, first thing in every `main()`: SIGKILL the own process group once the launcher is gone.
-
-    Does nothing without a launcher.
-    """
+    """Child side, first thing in every `main()`: SIGKILL the own process group once the launcher is gone. Does nothing
+    without a launcher."""
     if value := os.environ.get(ENV):
         pid, _, started = value.partition(":")
         if os.getppid() == int(pid):

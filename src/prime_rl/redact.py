@@ -33,10 +33,8 @@ def passed_on(own: Mapping[str, str], promised: Sequence[str]) -> tuple[dict[str
 
 
 def key_in(table: Mapping[str, Any], place: str = "") -> str | None:
-    """Return the dotted name of a setting that surely holds a key (`judge_api_key = "sk-…"`), or None.
-
-    `answer_key` and `stop_token` are no such names, and the name of a variable (`OPENAI_API_KEY`) is no key.
-    """
+    """Return the dotted name of a setting that surely holds a key (`judge_api_key = "sk-…"`), or None. `answer_key` and
+    `stop_token` are no such names, and the name of a variable (`OPENAI_API_KEY`) is no key."""
     for name, value in table.items():
         here = f"{place}{name}"
         if isinstance(value, Mapping):

@@ -79,9 +79,7 @@ def in_thread(work: Callable[[], T], name: str) -> Future[T]:
 
 class TaskThread:
     """A thread that does one task at a time, after the `initializer`, and the tasks whose results nobody has taken yet.
-
-    `seconds` is the deadline of each, counted from when it is waited for.
-    """
+    `seconds` is the deadline of each, counted from when it is waited for."""
 
     def __init__(self, name: str, owner: str, seconds: float, initializer: Callable[[], object] | None = None) -> None:
         self.owner, self.seconds = owner, seconds
@@ -98,10 +96,8 @@ class TaskThread:
         return all(task.done() for _, task in self.tasks)
 
     def results(self, *, wait: bool = True) -> list[Any]:
-        """Take the results of the tasks that have ended; with `wait` all of them.
-
-        Raises WaitTimeout if one is late, or the first failed one's exception.
-        """
+        """Take the results of the tasks that have ended; with `wait` all of them. Raises WaitTimeout if one is late, or
+        the first failed one's exception."""
         for subject, future in self.tasks if wait else ():
             if wait_for_futures([future], timeout=self.seconds).not_done:
                 raise WaitTimeout(subject, self.owner, self.seconds)

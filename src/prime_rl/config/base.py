@@ -21,11 +21,8 @@ _KEY = r"<([a-z][\w.]*)>"
 
 
 class Problem:
-    """A contradiction between settings: "<low> 3 is above <high> 2".
-
-    `keys` and names in angle brackets are dotted, relative to the section that raises it. The parser adds where
-    each of them was set.
-    """
+    """A contradiction between settings: "<low> 3 is above <high> 2". `keys` and names in angle brackets are dotted,
+    relative to the section that raises it. The parser adds where each of them was set."""
 
     def __init__(self, message: str, *keys: str) -> None:
         self.message = re.sub(_KEY, r"\1", message)
@@ -72,10 +69,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     def checks(self) -> Checks:
-        """Complete the section's settings, and yield what contradicts among them.
-
-        Called once for each class that the section derives from, bases first: no call of `super()`.
-        """
+        """Complete the section's settings, and yield what contradicts among them. Called once for each class that the
+        section derives from, bases first: no call of `super()`."""
         yield None
 
     @model_validator(mode="after")
@@ -131,9 +126,7 @@ class BaseConfig(Section):
 
 class Setting(NamedTuple):
     """A path that can be set: a field of the section `owner`, or an item of a list, whose number is "N" in `keys`.
-
-    `kinds` are its types (`Any` within a dict); `tag` is the `type` of the innermost union around it.
-    """
+    `kinds` are its types (`Any` within a dict); `tag` is the `type` of the innermost union around it."""
 
     keys: Keys
     field: FieldInfo

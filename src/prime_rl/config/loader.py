@@ -86,10 +86,8 @@ class ConfigError(Exception):
 
 
 def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
-    """Return the configuration of this process, from `argv` (None: the command line) and the environment.
-
-    Exit with status 0 after --help, --version or --completion, with status 1 after printing every mistake.
-    """
+    """Return the configuration of this process, from `argv` (None: the command line) and the environment. Exit with
+    status 0 after --help, --version or --completion, with status 1 after printing every mistake."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     name = prog or os.path.basename(sys.argv[0])
     try:
@@ -166,10 +164,8 @@ class Entry(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The name; of a file also the line that names the last of the keys, below those that name its parents.
-
-        tomllib does not report lines. A key inside a string could be mistaken for one, which only misplaces a message.
-        """
+        """The name; of a file also the line that names the last of the keys, below those that name its parents. tomllib
+        does not report lines. A key inside a string could be mistaken for one, which only misplaces a message."""
         number, before = -1, ""
         for key in self.keys[self.above :]:
             pattern = rf"[^#]*(?<![\w-]){re.escape(key)}[\"']?\s*[=.\]]"
@@ -181,10 +177,8 @@ class Entry(NamedTuple):
 
 
 class Table:
-    """Settings by path, of each the strongest: sources are added from the weakest to the strongest.
-
-    `unions` are the sections that have several types: the settings of one mean nothing in another.
-    """
+    """Settings by path, of each the strongest: sources are added from the weakest to the strongest. `unions` are the
+    sections that have several types: the settings of one mean nothing in another."""
 
     def __init__(self, unions: frozenset[Keys] = frozenset()) -> None:
         self.entries: dict[Keys, Entry] = {(): Entry({})}  # what is around an entry comes before it
@@ -258,10 +252,8 @@ class Table:
 
 
 def _read(cls: type[Section], argv: Sequence[str], env: Mapping[str, str]) -> Table:
-    """Return what all sources give, the weakest first.
-
-    argparse can neither tell an optional section from a setting nor let `@` stand anywhere.
-    """
+    """Return what all sources give, the weakest first. argparse can neither tell an optional section from a setting nor
+    let `@` stand anywhere."""
     table = Table(unions=frozenset(setting.keys for setting in settings(cls) if len(setting.sections) > 1))
     # A type comes before the settings that it has, items of a list by their number, after the list.
     for name in sorted(env, key=lambda name: (not name.endswith("__TYPE"), len(name), name)):
@@ -285,10 +277,8 @@ def _read(cls: type[Section], argv: Sequence[str], env: Mapping[str, str]) -> Ta
 
 
 def child_env(env: Mapping[str, str], cls: type[Section]) -> dict[str, str]:
-    """Return `env` without the variables that a process configured by `cls` would read as settings.
-
-    For one that gets its complete configuration as a file: what was meant for `rl` may be a mistake there.
-    """
+    """Return `env` without the variables that a process configured by `cls` would read as settings. For one that gets
+    its complete configuration as a file: what was meant for `rl` may be a mistake there."""
     return {name: value for name, value in env.items() if not _keys_of_variable(name, cls)}
 
 
@@ -343,9 +333,7 @@ def _take_option(cls: type[Section], words: deque[str]) -> list[Assignment]:
 
 def _from_text(texts: list[str], setting: Setting) -> Any:
     """Convert the text of an option or a variable to the setting's type (a list takes any number; no text means true).
-
-    Text that does not convert is returned unchanged.
-    """
+    Text that does not convert is returned unchanged."""
     text = " ".join(texts) if texts else "true"
     if text == "None" or (setting.takes(str, Path, Literal) and not setting.takes(list)):
         return text
@@ -411,9 +399,7 @@ def _read_file(path: Path, prefix: Keys, including: tuple[Path, ...] = ()) -> li
 
 def _validation_lines(error: ValidationError, cls: type[Section], table: Table, shared: bool) -> list[str]:
     """Return a line for each mistake that pydantic found; one that was copied into several sections counts once.
-
-    `shared`: whether sections have what they share, so that contradictions and missing settings can be reported.
-    """
+    `shared`: whether sections have what they share, so that contradictions and missing settings can be reported."""
     reported, lines = set[Keys](), dict[tuple[Keys, str], str]()
     located = [(_keys_of_error(details, table), details) for details in error.errors(include_url=False)]
     for keys, details in sorted(located, key=lambda one: table.entry(one[0]).keys != one[0]):
@@ -521,11 +507,8 @@ def _answer(cls: type[Section], prog: str, arguments: Sequence[str]) -> str | No
 
 
 def help_text(cls: type[Section], prog: str, topic: str = "", within: bool = True) -> str:
-    """Return the overview: top-level options and sections.
-
-    Of a topic that is a section: its own options and sections, if `within`. Of any other: the options with the topic in
-    their name or description.
-    """
+    """Return the overview: top-level options and sections. Of a topic that is a section: its own options and sections,
+    if `within`. Of any other: the options with the topic in their name or description."""
     every, section = settings(cls), tuple(topic.replace("-", "_").split("."))
     around = {section, (*section, "N")} if topic else {()}  # of a list of sections, each of its items
     shown = [one for one in every if {one.keys, one.keys[:-1]} & around]

@@ -105,10 +105,8 @@ class Conversation:
 
 
 class ConversationEnv:
-    """An environment, each episode of which is a conversation with the model that is kept here.
-
-    `async with ConversationEnv(…) as env: await env.run(…)`. Constructing one loads everything; may raise LoadError.
-    """
+    """An environment, each episode of which is a conversation with the model that is kept here. `async with
+    ConversationEnv(…) as env: await env.run(…)`. Constructing one loads everything; may raise LoadError."""
 
     bounded = True
     task_ids: list[str]
@@ -264,11 +262,8 @@ def _comparable(message: Message) -> str:
 
 
 class EngineConnection:
-    """What `renderers.client.generate` needs of an AsyncOpenAI client (`base_url`, `post`), over aiohttp.
-
-    The SDK and httpx took 37 % of a worker's CPU time per single-turn episode (`benchmarks/env_worker.py`). Raises
-    CallFailed.
-    """
+    """What `renderers.client.generate` needs of an AsyncOpenAI client (`base_url`, `post`), over aiohttp. The SDK and
+    httpx took 37 % of a worker's CPU time per single-turn episode (`benchmarks/env_worker.py`). Raises CallFailed."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
         self.base_url = base_url

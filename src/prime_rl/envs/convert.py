@@ -128,9 +128,7 @@ def _parent(earlier: Sequence[Turn], turn: Turn) -> tuple[int | None, int]:
 
 def finish(result: EpisodeResult, samples: Callable[[], list[SampleTokens]] | None) -> EpisodeResult:
     """The result with its samples (None: of an API), if it went well; a doubt makes it untrainable, with the reason.
-
-    Metrics that are no finite number are left out: an average of nothing costs no episode.
-    """
+    Metrics that are no finite number are left out: an average of nothing costs no episode."""
     if result.outcome is Outcome.PROMPT_TOO_LONG:
         result.message = f"task {result.task_id}: {result.message}"
     every: list[EpisodeResult | Part] = [result, *result.parts]

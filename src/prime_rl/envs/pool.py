@@ -111,10 +111,8 @@ class Sampler:
 
 
 class EnvPool:
-    """Workers for several environments, and the episodes that they run.
-
-    Environments that differ in their names alone share workers.
-    """
+    """Workers for several environments, and the episodes that they run. Environments that differ in their names alone
+    share workers."""
 
     def __init__(
         self,

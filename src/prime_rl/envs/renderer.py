@@ -80,11 +80,8 @@ class RendererError(Exception):
 
 
 def choose(model: str, choice: str, tools: bool = False) -> Any:
-    """Return the renderer for a hub name or local directory.
-
-    `choice`: "auto", "chatml", "default", or a name that renderers knows. "auto" takes `fitting`'s, with tools if
-    `tools`, or the template itself. Raises RendererError.
-    """
+    """Return the renderer for a hub name or local directory. `choice`: "auto", "chatml", "default", or a name that
+    renderers knows. "auto" takes `fitting`'s, with tools if `tools`, or the template itself. Raises RendererError."""
     if choice not in KNOWN:
         raise RendererError(f"unknown renderer {choice!r} (known: {', '.join(KNOWN)})")
     tokenizer = tokenizer_of(model)
@@ -166,10 +163,8 @@ def tokenizer_of(model: str) -> Any:
 
 @contextlib.contextmanager
 def _no_torch() -> Iterator[None]:
-    """Hide torch, which transformers would import: 600 MB and seconds for every worker, none of it for a tokenizer.
-
-    An environment that imports transformers itself gets another copy, with torch.
-    """
+    """Hide torch, which transformers would import: 600 MB and seconds for every worker, none of it for a tokenizer. An
+    environment that imports transformers itself gets another copy, with torch."""
     if {"transformers", "torch"} & set(sys.modules):
         yield
         return

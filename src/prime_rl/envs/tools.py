@@ -123,10 +123,8 @@ async def _last_lines(runtime: Any, log: str) -> str:
 
 
 class ToolRuntime(SubprocessRuntime):
-    """verifiers' local runtime; a tool server that dies before it listens is an error at once.
-
-    Its directory is made when it is first used: most episodes need none.
-    """
+    """verifiers' local runtime; a tool server that dies before it listens is an error at once. Its directory is made
+    when it is first used: most episodes need none."""
 
     async def start(self) -> None:
         self.workdir = CACHE_DIR / "runtimes" / "subprocess" / self.name

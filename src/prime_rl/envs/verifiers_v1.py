@@ -161,10 +161,8 @@ def _env_config(setup: Setup) -> Any:
 
 
 def _agent_overrides(setup: Setup, agent: Any) -> dict[str, Any]:
-    """Our harness and a local runtime wherever the environment does not insist on its own.
-
-    verifiers' defaults are a shell that the model drives, in a paid remote sandbox.
-    """
+    """Our harness and a local runtime wherever the environment does not insist on its own. verifiers' defaults are a
+    shell that the model drives, in a paid remote sandbox."""
     data: dict[str, Any] = {}  # merged onto the agent's declared defaults by verifiers
     own = default_harness_id(setup.env_id) if agent.harness is None else agent.harness.id
     if agent.harness is None or own in ("bash", "null"):  # "null": verifiers' plain chat loop, a process an episode
@@ -177,10 +175,8 @@ def _agent_overrides(setup: Setup, agent: Any) -> dict[str, Any]:
 
 
 def _import(env_id: str) -> str:
-    """Import the package and its taskset. Returns the id by which verifiers finds it.
-
-    Raises LoadError with the real cause: verifiers says "not found" of any.
-    """
+    """Import the package and its taskset. Returns the id by which verifiers finds it. Raises LoadError with the real
+    cause: verifiers says "not found" of any."""
     module, alias = module_name(env_id), env_id
     if find(env_id) is not None:
         imported = import_module(env_id)
@@ -200,10 +196,8 @@ def _import(env_id: str) -> str:
 
 
 def _hint(renderer: Any, setup: Setup, task: Any) -> "array[int] | None":
-    """The tokens that show a task's demonstration to who scores its episodes: a system message in front.
-
-    Raises ValueError: the task has no such field, or nothing in it.
-    """
+    """The tokens that show a task's demonstration to who scores its episodes: a system message in front. Raises
+    ValueError: the task has no such field, or nothing in it."""
     if renderer is None:
         return None
     fields = task.data.model_dump()

@@ -99,10 +99,8 @@ class WorkerLoop(asyncio.SelectorEventLoop):
             self._page.request = 0
 
     async def tick(self) -> None:
-        """Measure, and end this process with a traceback once the event loop is blocked for `HANG_SECONDS`.
-
-        Not before all is loaded: imports and downloads may block it.
-        """
+        """Measure, and end this process with a traceback once the event loop is blocked for `HANG_SECONDS`. Not before
+        all is loaded: imports and downloads may block it."""
         while True:  # bounded: cancelled at the end of `serve`
             faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=2)  # whatever sys.stderr is by now
             before, computed = time.monotonic(), time.process_time()

@@ -186,9 +186,7 @@ def tasks_of(pool: EnvPool, plan: EvalPlan) -> Sequence[TaskInfo]:
 
 def wire_sampling(sampling: "SamplingConfig", seed: int, seq_len: int) -> dict[str, float | int]:
     """Sampling parameters as the engine takes them. Every field is sent, so that no server-side default applies.
-
-    Without `max_tokens` a reply is bounded by `seq_len`; the engine bounds prompt and reply by its context besides.
-    """
+    Without `max_tokens` a reply is bounded by `seq_len`; the engine bounds prompt and reply by its context besides."""
     names = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
     wire: dict[str, float | int] = {name: getattr(sampling, name) for name in names}
     wire["max_tokens"] = sampling.max_tokens or seq_len
@@ -236,10 +234,8 @@ class Evaluations:
         return section.interval is not None and version // section.interval > last // section.interval
 
     async def run(self) -> None:
-        """Evaluate what is served; nothing newer is served until it is done.
-
-        `stop` ends it, and so does the end of the version's incarnation. After `stop` no evaluation begins.
-        """
+        """Evaluate what is served; nothing newer is served until it is done. `stop` ends it, and so does the end of the
+        version's incarnation. After `stop` no evaluation begins."""
         self.running, weight_sync = True, self._weight_sync
         try:
             async with weight_sync.version_lock:

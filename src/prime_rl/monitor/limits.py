@@ -105,10 +105,8 @@ def shares_of(orchestrator: Sequence[Row], trainer: Sequence[Row]) -> Shares | N
 
 
 class LimitWatch:
-    """Follow the metrics of a run: rows of both sides by step.
-
-    What comes late (the time to save) adds to its step's row. `since`: unix seconds; steps before count for nothing.
-    """
+    """Follow the metrics of a run: rows of both sides by step. What comes late (the time to save) adds to its step's
+    row. `since`: unix seconds; steps before count for nothing."""
 
     def __init__(self, output_dir: Path, since: float = 0.0) -> None:
         self._output_dir, self._since = output_dir, since
@@ -125,10 +123,8 @@ class LimitWatch:
         return added
 
     def shares(self) -> Shares | None:
-        """Return the shares of the last `STEPS` steps that both sides made; None before there are any.
-
-        A step at which a trainer began includes its start-up and is left out, as the very first is.
-        """
+        """Return the shares of the last `STEPS` steps that both sides made; None before there are any. A step at which
+        a trainer began includes its start-up and is left out, as the very first is."""
         starts: set[int] = set()
         with suppress(CommitError):  # the trainer reports it
             starts.update(read_incarnations(self._output_dir).values())

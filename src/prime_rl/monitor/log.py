@@ -54,10 +54,8 @@ def fail(error: Exception, status: int = 1) -> NoReturn:
 
 
 def handler() -> logging.Handler:
-    """Return the handler that `inference/logging.json` names, for each of vLLM's processes.
-
-    The first call in a process repeats its parent's `setup`.
-    """
+    """Return the handler that `inference/logging.json` names, for each of vLLM's processes. The first call in a process
+    repeats its parent's `setup`."""
     if 0 in _sinks:
         setup(*json.loads(os.environ[_ENV]))
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper())

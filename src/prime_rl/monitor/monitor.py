@@ -36,9 +36,7 @@ class Monitor:
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Record numbers of the step that was executed (0-based). Non-finite ones are dropped, with one warning a key.
-
-        Raises UserError if the disk is full.
-        """
+        Raises UserError if the disk is full."""
         row: dict[str, float] = {}
         for key, value in metrics.items():
             number = value if isinstance(value, int) else float(value)

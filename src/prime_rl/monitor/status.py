@@ -78,10 +78,8 @@ def new_status(process: str) -> ProcessStatus:
 
 
 class Status:
-    """Writer side. Changes are written at once, other calls at most five times a second. Any thread may call.
-
-    A process has one status under each name: a second object for it goes on where the first one was.
-    """
+    """Writer side. Changes are written at once, other calls at most five times a second. Any thread may call. A process
+    has one status under each name: a second object for it goes on where the first one was."""
 
     def __init__(self, output_dir: Path, process: str) -> None:
         # Resolved: by it the one before is known, however it was written.
@@ -214,9 +212,7 @@ def read_status(output_dir: Path) -> dict[str, ProcessStatus]:
 
 def read_record(kind: type[_Record], path: Path) -> _Record | None:
     """Read a dataclass from another process's small JSON file; None where there is none, or a damaged or foreign one.
-
-    Fields that it does not know are passed over, those with a default may be missing.
-    """
+    Fields that it does not know are passed over, those with a default may be missing."""
     try:
         record: _Record = _adapter(cast(Any, kind)).validate_json(path.read_bytes(), strict=True)
         return record
@@ -226,9 +222,7 @@ def read_record(kind: type[_Record], path: Path) -> _Record | None:
 
 class TrainerWatch:
     """Follow the trainer's status file (of several `processes` that of the last heartbeat), to see when it has ended.
-
-    Heartbeats, which are another host's times, are compared with each other only.
-    """
+    Heartbeats, which are another host's times, are compared with each other only."""
 
     def __init__(self, output_dir: Path, processes: Sequence[str] = ("trainer",)) -> None:
         self._paths = [status_path(output_dir, process) for process in processes]

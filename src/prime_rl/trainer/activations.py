@@ -218,9 +218,7 @@ def checkpoint_layers(
     draws: bool = False,
 ) -> list[nn.Module]:
     """Each layer with its level. `kept` are operators whose output is kept, `wide` the widths of wide products.
-
-    `draws`: layers draw random numbers, which must be the same when they are computed again.
-    """
+    `draws`: layers draw random numbers, which must be the same when they are computed again."""
     # At every compilation torch warns that blocks with a policy must not work in place; ours do not.
     warning = "context_fn is passed to torch.utils.checkpoint"
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: warning not in record.getMessage())

@@ -149,10 +149,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes by moment of a step and part, and of host memory that offloading takes.
-
-    `parts` and `total` are those of the moment that takes most; `needed` leaves room for gaps.
-    """
+    """Bytes by moment of a step and part, and of host memory that offloading takes. `parts` and `total` are those of
+    the moment that takes most; `needed` leaves room for gaps."""
 
     moments: dict[str, dict[str, int]]
     offloaded: int = 0
@@ -377,10 +375,8 @@ def _offloaded(shape: Shape, job: Job, levels: "tuple[Recompute, ...]", rate: fl
 
 
 def use_expandable_segments() -> None:
-    """Let the allocator grow its segments, so that micro-batches of ever new lengths leave few gaps.
-
-    An allocator set up by the user is left alone.
-    """
+    """Let the allocator grow its segments, so that micro-batches of ever new lengths leave few gaps. An allocator set
+    up by the user is left alone."""
     if "PYTORCH_ALLOC_CONF" in os.environ or "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
         return
     with warnings.catch_warnings():  # 2.13 gives this function another, equally private name

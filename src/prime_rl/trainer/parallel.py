@@ -27,11 +27,8 @@ REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the ranks.
-
-    Every rank trains on data of its own. The ranks form `replicas` groups of consecutive ranks; each group holds the
-    whole training state, sharded by rows among its ranks (HSDP).
-    """
+    """This process's place among the ranks. Every rank trains on data of its own. The ranks form `replicas` groups of
+    consecutive ranks; each group holds the whole training state, sharded by rows among its ranks (HSDP)."""
 
     rank: int
     size: int

@@ -52,9 +52,7 @@ def trainer_is_alone(output_dir: Path) -> bool:
 
 def join(root: Path, step: int, parts: Sequence[Part], producer: str) -> None:
     """Write the joint manifest over committed parts. Its owner calls it; once complete, a checkpoint stays as it is.
-
-    Raises CommitError if a part is not committed.
-    """
+    Raises CommitError if a part is not committed."""
     path = step_dir(root, step) / MANIFEST
     commit.clean_stages(path.parent, MANIFEST)  # left by an earlier incarnation of the owner
     if path.is_file():
@@ -92,10 +90,8 @@ def choose_step(root: Path, asked: int, part: Part, max_steps: int | None = None
 
 
 def check(root: Path, step: int, part: Part) -> None:
-    """Check that `part` of checkpoint `step` is whole, and the one that its joint manifest names.
-
-    Raises UserError, which names other checkpoints, if it is not, or a newer format wrote it.
-    """
+    """Check that `part` of checkpoint `step` is whole, and the one that its joint manifest names. Raises UserError,
+    which names other checkpoints, if it is not, or a newer format wrote it."""
     directory, own = step_dir(root, step), part_dir(root, step, part)
     try:
         commit.verify(own)
@@ -113,10 +109,8 @@ def check(root: Path, step: int, part: Part) -> None:
 def remove_expendable(
     root: Path, keep: int | None, keep_interval: int | None, in_progress: Collection[int] = ()
 ) -> None:
-    """Remove complete checkpoints beyond `keep`, and parts without partner older than the newest complete one.
-
-    Steps `in_progress` are being saved, or resumed from.
-    """
+    """Remove complete checkpoints beyond `keep`, and parts without partner older than the newest complete one. Steps
+    `in_progress` are being saved, or resumed from."""
     complete = complete_steps(root)
     expendable = {*expendable_checkpoints(complete, keep, keep_interval)}
     incomplete = set(steps_with(root, *BOTH_PARTS)).difference(complete)
@@ -127,9 +121,7 @@ def remove_expendable(
 
 def supersede_after(root: Path, step: int, incarnation: int) -> list[Path]:
     """Rename the checkpoints after `step`, where `incarnation` starts: they are superseded. Return their new paths.
-
-    They are not deleted, in case `step` was a mistake: they can be renamed back by hand.
-    """
+    They are not deleted, in case `step` was a mistake: they can be renamed back by hand."""
     renamed = []
     for directory in (step_dir(root, number) for number in steps_with(root, *BOTH_PARTS) if number > step):
         faults.point(f"set-aside:{commit.subject_of(directory)}")

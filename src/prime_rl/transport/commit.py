@@ -165,11 +165,8 @@ def disk_errors(path: Path, outcome: str = "nothing was committed") -> Iterator[
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a committed directory's manifest.
-
-    Raises CommitError if there is none, it cannot be read, or it is of another step than its directory's name says;
-    its subclass FormatError if a newer format wrote it.
-    """
+    """Read a committed directory's manifest. Raises CommitError if there is none, it cannot be read, or it is of
+    another step than its directory's name says; its subclass FormatError if a newer format wrote it."""
     path = directory / MANIFEST
     try:
         data = json.loads(path.read_bytes())
@@ -233,10 +230,8 @@ def hash_file(path: Path) -> str:
 
 
 def list_steps(parent: Path) -> list[int]:
-    """Return the numbers of the committed `step_N` directories under `parent`, ascending. A missing parent has none.
-
-    To wait for a step, poll this, not its path: NFS caches failed lookups. Raises UserError if it cannot be listed.
-    """
+    """Return the numbers of the committed `step_N` directories under `parent`, ascending. A missing parent has none. To
+    wait for a step, poll this, not its path: NFS caches failed lookups. Raises UserError if it cannot be listed."""
     try:
         with os.scandir(parent) as entries:
             return sorted(n for entry in entries if (n := step_number(entry.name)) is not None and entry.is_dir())
@@ -271,10 +266,8 @@ def prune(directory: Path) -> None:
 
 
 def clean_stages(parent: Path, name: str = "") -> None:
-    """Remove what dead writers and prunes left under `parent`, of `name` alone if it is given.
-
-    Only for the producer of what is cleaned, while no other writer of it is alive.
-    """
+    """Remove what dead writers and prunes left under `parent`, of `name` alone if it is given. Only for the producer of
+    what is cleaned, while no other writer of it is alive."""
     for mark in (".tmp-", ".old-"):
         for path in parent.glob(f".{name}*{mark}*"):
             remove(path)

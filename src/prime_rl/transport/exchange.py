@@ -66,10 +66,8 @@ class ExchangeError(Exception):
 
 
 def layout(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, tuple[int, int]], int]:
-    """Return the start and size of each tensor in the buffer, and the size of the buffer, in bytes.
-
-    Raises CommitError for a tensor of an unknown type or an impossible shape.
-    """
+    """Return the start and size of each tensor in the buffer, and the size of the buffer, in bytes. Raises CommitError
+    for a tensor of an unknown type or an impossible shape."""
     ranges, at = {}, 0
     for name, entry in tensors.items():
         if entry.dtype not in DTYPES or any(length < 0 for length in entry.shape):

@@ -19,10 +19,8 @@ _LEASE = "leases/orchestrator.json"
 
 
 def read_incarnations(output_dir: Path) -> dict[int, int]:
-    """Return every incarnation that was opened, and the step it started from.
-
-    Raises CommitError if a file is damaged. They are renamed into place, so something other than us wrote it.
-    """
+    """Return every incarnation that was opened, and the step it started from. Raises CommitError if a file is damaged.
+    They are renamed into place, so something other than us wrote it."""
     incarnations = {}
     for path in (output_dir / "incarnations").glob("*.json"):
         if path.stem.isdigit():
@@ -61,10 +59,8 @@ def _made_by(directory: Path, inode: int, modified: int) -> int:
 
 
 def read_versions(weights_dir: Path) -> dict[int, int]:
-    """Return every committed version, and the incarnation that made it.
-
-    One that is removed or damaged meanwhile is left out.
-    """
+    """Return every committed version, and the incarnation that made it. One that is removed or damaged meanwhile is
+    left out."""
     versions = {}
     for version in list_steps(weights_dir):
         directory = step_dir(weights_dir, version)

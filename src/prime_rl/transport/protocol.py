@@ -40,9 +40,7 @@ def valid(version: int, made_by: int, incarnations: Mapping[int, int]) -> bool:
 
 def valid_versions(versions: Mapping[int, int], incarnations: Mapping[int, int]) -> list[int]:
     """Return the versions that may be served, or the trainer's parts that may become joint checkpoints, ascending.
-
-    `versions` gives the incarnation that made each version, or saved each part.
-    """
+    `versions` gives the incarnation that made each version, or saved each part."""
     return sorted(version for version, incarnation in versions.items() if valid(version, incarnation, incarnations))
 
 
@@ -57,10 +55,8 @@ def continues_from(step: int, incarnations: Mapping[int, int]) -> bool:
 
 
 def superseded_versions(versions: Mapping[int, int], incarnations: Mapping[int, int]) -> list[int]:
-    """Return the versions that the newest incarnation supersedes.
-
-    The trainer renames or removes them after it has committed its incarnation and before its first version.
-    """
+    """Return the versions that the newest incarnation supersedes. The trainer renames or removes them after it has
+    committed its incarnation and before its first version."""
     return sorted(versions.keys() - set(valid_versions(versions, incarnations)))
 
 

@@ -173,10 +173,8 @@ class RolloutBatch:
 
 
 def open_batch(directory: Path, *, check_bytes: bool = True) -> RolloutBatch:
-    """Open a committed batch. Raises CommitError if it is not committed or its file differs from the manifest.
-
-    With `check_bytes` in the file's hash: one reader per host is enough; the others check the size only.
-    """
+    """Open a committed batch. Raises CommitError if it is not committed or its file differs from the manifest. With
+    `check_bytes` in the file's hash: one reader per host is enough; the others check the size only."""
     manifest = verify(directory, unhashed=() if check_bytes else (FILE,))
     if FILE not in manifest.files:
         raise CommitError(f"{directory} is committed, but not as a batch: it has no {FILE}")

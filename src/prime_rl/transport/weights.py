@@ -151,9 +151,7 @@ def manifest_extra(
 
 def weights_manifest(directory: Path, committed: Manifest | None = None) -> WeightsManifest:
     """Read a committed version's identity, without reading tensor data. `committed` is its manifest, if read already.
-
-    Raises CommitError if it is not a committed version, or another release wrote it in a way this one cannot read.
-    """
+    Raises CommitError if it is not a committed version, or another release wrote it in a way this one cannot read."""
     extra = (committed or read_manifest(directory)).extra
     try:
         if "tensors" in extra and (extra.get("tmpfs") or extra.get("hash_chunk") != HASH_CHUNK_BYTES):
@@ -218,9 +216,7 @@ def check_hash(manifest: WeightsManifest) -> None:
 
 def hash_directory(directory: Path, progress: Callable[[], None] = lambda: None) -> dict[str, TensorEntry]:
     """Hash every tensor of a model directory. Raises CommitError if it has no safetensors files, or a malformed one.
-
-    `progress` is called between two blocks; what it raises ends the reading.
-    """
+    `progress` is called between two blocks; what it raises ends the reading."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise CommitError(no_tensors_message(directory))
