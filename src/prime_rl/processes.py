@@ -150,9 +150,6 @@ def backoff_seconds(failures: int, first: float, longest: float) -> float:
     return min(longest, first * 2.0 ** min(failures - 1, 99)) if failures else 0.0  # a float holds no 2 ** 1024
 
 
-# -- no orphans --------------------------------------------------------------------------------------------------------
-
-
 def variable() -> dict[str, str]:
     """Return the variable by which children watch this process."""
     itself = me()

@@ -112,7 +112,6 @@ class ConversationEnv:
     task_ids: list[str]
 
     def __init__(self, setup: Setup, tools: bool) -> None:
-        """`tools`: conversations have some."""
         self.setup, self.engine = setup, EngineClient(setup, tools)
 
     async def __aenter__(self) -> Self:

@@ -290,7 +290,6 @@ def _name(trace: Any) -> str:
 
 
 def _means(tables: list[dict[str, float]]) -> dict[str, float]:
-    """Of each name, over the tables that have it."""
     names = dict.fromkeys(name for table in tables for name in table)
     values_by_name = {name: [table[name] for table in tables if name in table] for name in names}
     return {name: sum(values) / len(values) for name, values in values_by_name.items()}

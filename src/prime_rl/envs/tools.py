@@ -131,7 +131,6 @@ class ToolRuntime(SubprocessRuntime):
         self.info.id = str(self.workdir)
 
     def process_env(self, env: dict[str, str]) -> dict[str, str]:
-        """Of a process that is about to start in the directory."""
         assert self.workdir is not None
         self.workdir.mkdir(parents=True, exist_ok=True)
         return super().process_env(env)

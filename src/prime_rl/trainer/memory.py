@@ -110,14 +110,6 @@ class Shape:
     def key_value(self) -> int:
         return self.key_value_heads * self.head_size
 
-    @property
-    def layer_parameters(self) -> int:
-        return (self.parameters - self.root_parameters) // self.layers
-
-    @property
-    def trained_layer(self) -> int:
-        return (self.trained - self.trained_root) // self.layers
-
 
 @dataclass(frozen=True)
 class Job:
@@ -220,6 +212,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
     hidden, weight = tokens * s.hidden * size, s.vocabulary * s.hidden if s.trained_root else 0
     kept = {level: kept_bytes(s, job, level) for level in set(settings.levels)}
     summed = 4 if job.ranks == 1 else 8  # float32, before and after; a single rank's are the same
+    of_layer, trained = (s.parameters - s.root_parameters) // s.layers, (s.trained - s.trained_root) // s.layers
 
     def on_gpu(blocks: int) -> int:
         """What so many blocks keep on the GPU: the last ones are there, whether they are offloaded or not."""
@@ -246,9 +239,9 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
             "activations": on_gpu(done),
             "head": size * weight,
             "block in backward": plain - kept[level] + 2 * hidden + 4 * tokens * s.query,  # dq is summed in float32
-            "reduction": (size + summed) * s.trained_layer,
+            "reduction": (size + summed) * trained,
             # this block's, those of the next one, and what they are gathered into
-            "weights of blocks": 3 * size * s.layer_parameters if settings.reshard else 0,
+            "weights of blocks": 3 * size * of_layer if settings.reshard else 0,
         }
     offloaded = sum(kept[settings.levels[layer]] for layer in settings.offloaded)
     return Estimate({name: held | parts for name, parts in moments.items()}, offloaded)

@@ -179,9 +179,6 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-# ---- gradients of a single rank
-
-
 class SingleRankReduction:
     """In place of FSDP's reduce-scatter for a single rank: what is sent is what is received, without torch's copy.
 
@@ -208,8 +205,6 @@ class SingleRankReduction:
     def __call__(self, *arguments: object, **options: object) -> None:
         raise AssertionError("a single rank sends nothing")
 
-
-# ---- between host and device
 
 Moment = float | torch.cuda.Event
 

@@ -78,7 +78,7 @@ def projected_width(layer: nn.Module) -> int:
 def kept_floats(layer: nn.Module) -> int:
     """What the mixers keep of a token beside that, in float32: measured if compiled, else guessed from the formulas."""
     width = projected_width(layer)
-    return width // 4 if any(hasattr(mixer, "at_once") for mixer in mixers(layer)) else width * 8
+    return width // 4 if any("at_once" in vars(type(mixer)) for mixer in mixers(layer)) else width * 8
 
 
 def without(module: nn.Module, mixers: Collection[nn.Module]) -> list[nn.Module]:

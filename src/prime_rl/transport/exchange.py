@@ -368,7 +368,6 @@ class Subscriber:
         self._group = self._channel = None
 
     def _connect(self, address: PublisherAddress, buffer: Tensor) -> Channel:
-        """Connect to a publisher, and set up the backend."""
         host, port = address.host, address.port
         try:
             channel = self._channel = Channel(socket.create_connection((host, port), address.timeout), address.timeout)
