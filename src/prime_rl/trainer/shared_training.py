@@ -23,7 +23,7 @@ from prime_rl.config import TrainerConfig
 from prime_rl.config.shared import TenantsConfig
 from prime_rl.errors import UserError, one_line
 from prime_rl.monitor import read_status
-from prime_rl.monitor.status import say_for
+from prime_rl.monitor.status import say_for, status_path
 from prime_rl.trainer import perf
 from prime_rl.trainer.lm_head import TokenLoss, merge_sums
 from prime_rl.trainer.lora import GROUPED_RANKS, initialize
@@ -211,6 +211,7 @@ class SharedTrainer:
         except (UserError, CommitError, OSError) as error:
             logger.warning("{} cannot join: {}", name, one_line(error))
             exit_stack.__exit__(type(error), error, None)
+            status_path(directory, "trainer").unlink(missing_ok=True)  # of an earlier membership
             say_for(directory, "trainer", f"failed: {one_line(error)}")
             return self._leave(name, join)
         except BaseException:
@@ -272,17 +273,18 @@ class SharedTrainer:
         training.checkpoints.poll(training.step)
         if training.done:
             return self._end(tenant)
+        training.report.status.step(training.step)
         waited, timeout = time.perf_counter() - tenant.waiting_since, self.config.rollout_timeout
         if not training.data.prepared(training.step):
             training.rows.flush()
             subject = subject_of(step_dir(training.config.output_dir / "rollouts", training.step))
-            training.report.status.step(training.step)
             training.report.status.waiting(subject, "orchestrator", timeout)
             if waited > timeout:
                 raise WaitTimeout(subject, "orchestrator", timeout)
             return
         training.waited = waited
         tenant.micro_batches.extend(training.read().batches)
+        training.report.phase("queued for the trainer")
         tenant.queued, tenant.waiting_since = 0.0, time.perf_counter()
 
     def _choose(self) -> list[Part]:
@@ -314,6 +316,8 @@ class SharedTrainer:
         for (tenant, _), sums in zip(parts, self._gradients(parts), strict=True):
             if tenant.begun is None:
                 tenant.begun, tenant.queued = begun, at - tenant.waiting_since
+                tenant.training.report.phase("training")
+            tenant.training.report.status.progress()
             tenant.sums = sums if tenant.sums is None else merge_sums([tenant.sums, sums])
         sizes = {tenant.name: len(batch.input_ids) for tenant, batch in parts if self.queue.is_limited(tenant.name)}
         if sizes:  # the host waits for the device here
