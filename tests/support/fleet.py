@@ -147,8 +147,6 @@ class FleetWorld(World):
         self.current = Orchestrator(self.config, self.pool, engines, status, monitor)
         return self.current
 
-    # -- what is seen
-
     async def wait(self, condition: Callable[[], object]) -> None:
         await until(condition, run=self.running)
 
@@ -167,8 +165,6 @@ class FleetWorld(World):
     @property
     def all_serve(self) -> bool:
         return len(self.current.fleet.ready) == len(self.servers)
-
-    # -- what happens
 
     @asynccontextmanager
     async def loading(self, server: Server, version: int) -> AsyncIterator[None]:

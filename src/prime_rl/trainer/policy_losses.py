@@ -81,8 +81,8 @@ def grpo(logprob: Tensor, old: Tensor, advantage: Tensor, config: GRPOLoss) -> P
 
 
 def ppo_clip(logprob: Tensor, old: Tensor, advantage: Tensor, config: PPOClipLoss) -> PolicyTerm:
-    """The clipped objective, bounded where A < 0 as well:  -max(min(r A, clip(r) A), dual_clip · A). Ye et al. 2020,
-    arXiv:1912.09729 (dual-clip PPO), which recommends 3."""
+    """The clipped objective, bounded where A < 0 as well:  -max(min(r A, clip(r) A), dual_clip · A).
+    Ye et al. 2020, arXiv:1912.09729 (dual-clip PPO), which recommends 3."""
     log_ratio = logprob - old
     with torch.no_grad():
         bounded = (advantage < 0) & (log_ratio.exp() > config.dual_clip)
@@ -91,8 +91,8 @@ def ppo_clip(logprob: Tensor, old: Tensor, advantage: Tensor, config: PPOClipLos
 
 
 def gspo(logprob: Tensor, old: Tensor, advantage: Tensor, config: GSPOLoss, sequences: Sequences) -> PolicyTerm:
-    """The clipped objective of whole sequences:  s = exp(mean of log r over the sequence),  -min(s A, clip(s) A). Zheng
-    et al. 2025, arXiv:2507.18071, with its clips and mean over sequences. All tokens get a gradient through s."""
+    """The clipped objective of whole sequences:  s = exp(mean of log r over the sequence),  -min(s A, clip(s) A).
+    Zheng et al. 2025, arXiv:2507.18071, with its clips and mean over sequences. All tokens get a gradient through s."""
     return _clipped(sequences.mean(logprob - old), advantage, config.clip_low, config.clip_high)
 
 

@@ -34,9 +34,6 @@ def dropped(world: FleetWorld) -> dict[str, int]:
     return conserved(world.config.output_dir).dropped
 
 
-# ---- versions and work
-
-
 @story(servers=3)
 async def test_all_are_kept_on_the_newest_version_and_get_their_share(w):
     """And an update's times are in the metrics: the slowest's of each phase; a server without them does not count."""
@@ -50,9 +47,6 @@ async def test_all_are_kept_on_the_newest_version_and_get_their_share(w):
     rows = read_metrics(w.directory / "metrics" / "orchestrator.jsonl")
     stage, pause = (sum(row.get(f"time/update_{phase}", 0.0) for row in rows) for phase in ("stage", "pause"))
     assert (0 < stage <= 0.5 * len(w.servers[0].updates), pause) == (True, 1.5 * stage)
-
-
-# ---- servers that die, hang, fail
 
 
 @pytest.mark.parametrize("moment", ["sampling", "loading", "silently"])
@@ -124,9 +118,6 @@ async def test_a_server_that_fails_what_it_is_given_gets_work_more_and_more_rare
     assert 0 < len(swallowed) <= 24 + 8  # its share at first, and after each backoff
 
 
-# ---- evaluations
-
-
 def evaluated_steps(w: FleetWorld) -> list[float]:
     rows = read_metrics(w.directory / "metrics" / "orchestrator.jsonl")
     return [row["step"] for row in rows if "eval/held-out/policy_version" in row]
@@ -169,9 +160,6 @@ async def test_an_evaluation_whose_version_is_superseded_is_of_the_next(w):
     w.pool.before = lose
     yield
     assert evaluated_steps(w)[0] > lost[0]
-
-
-# ---- versions that the trainer does not send
 
 
 @story(servers=1)
@@ -232,9 +220,6 @@ async def test_a_version_that_goes_away_before_it_is_loaded(w):
     published.manifest = removed
     await w.wait(lambda: w.servers[0].updates and w.servers[0].updates[-1][1] == 1)
     yield
-
-
-# ---- servers that leave
 
 
 @pytest.mark.parametrize("moment", ["sampling", "loading"])
@@ -313,9 +298,6 @@ async def test_whoever_comes_and_goes_the_run_ends_and_its_stamps_are_right(w, s
     yield
 
 
-# ---- servers that compute something else
-
-
 @story(steps=6, max_error_rate=1.0, weights_timeout=20)
 async def test_a_server_that_computes_something_else_gets_no_work_and_nothing_of_it_is_trained(w, heard):
     """Contract: not even what ends while the prompt is being scored, when the server says the right hash already. It
@@ -382,9 +364,6 @@ async def test_away_while_its_version_is_made_again(w):
         gate.set()
     w.steps = steps
     yield
-
-
-# ---- servers behind a router
 
 
 @pytest.mark.parametrize("trouble", ["differ at start", "silent restart", "failed load"])

@@ -4,8 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from prime_rl.launcher.console import Console
 from prime_rl.monitor import Status
 from prime_rl.monitor.monitor import bench_table
@@ -23,7 +21,7 @@ def add(root: Path, process: str, step: int, time: float, **metrics: float) -> N
         file.write(json.dumps({"step": step, "time": NOW + time, **metrics}) + "\n")
 
 
-def test_a_step_is_shown_once_both_sides_have_it(tmp_path: Path) -> None:
+def test_a_step_is_shown_once_both_sides_have_it(tmp_path):
     """Joined by step, with the remaining time from the pace so far. An eval neither hides its step nor counts as it."""
     console = Console(tmp_path, max_steps=20)
     add(tmp_path, "orchestrator", 0, 99.0, **{"eval/reverse-text/reward/mean": 0.125, "eval/reverse-text/n": 8})
@@ -46,7 +44,7 @@ def test_a_step_is_shown_once_both_sides_have_it(tmp_path: Path) -> None:
         assert console.step_lines()[0].endswith(end)
 
 
-def test_steps_that_come_late_or_again(tmp_path: Path) -> None:
+def test_steps_that_come_late_or_again(tmp_path):
     """A trainer that recovers repeats the steps since its recovery checkpoint, from the batches that are there.
     What the trainer adds, such as the time to save, is in the line if it comes in time, and makes none of its own."""
     for step in range(2):  # made before this launch
@@ -70,7 +68,7 @@ def test_steps_that_come_late_or_again(tmp_path: Path) -> None:
     assert console.step_lines() == ["Step 2 [3] | reward 0.5000 | loss 0.1000"]
 
 
-def test_summary_compares_first_and_last(tmp_path: Path) -> None:
+def test_summary_compares_first_and_last(tmp_path):
     """Reward of the first and the last five steps, evals before and after, weights; of a recovered run the whole."""
     for step in range(1, 13):
         add(tmp_path, "orchestrator", step, step, **{"reward/mean": step / 10})
@@ -91,7 +89,7 @@ def test_summary_compares_first_and_last(tmp_path: Path) -> None:
     assert Console(other, None).summary() == ["reward, first step → last: 0.5000 → 0.5000 (+0.0000)"]
 
 
-def test_bench_table_leaves_the_warm_up_out(tmp_path: Path) -> None:
+def test_bench_table_leaves_the_warm_up_out(tmp_path):
     """An orchestrator's first step warms up: it is in no line but the last."""
     assert "stopped before a step" in bench_table(tmp_path, "orchestrator")
     for step, seconds in enumerate((100.0, 2.0, 4.0)):
@@ -102,7 +100,7 @@ def test_bench_table_leaves_the_warm_up_out(tmp_path: Path) -> None:
     assert lines[-1].split()[-1] == "97.0"
 
 
-def test_console_shows_each_phase_once_and_long_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_shows_each_phase_once_and_long_waits(tmp_path, capsys):
     """Progress within a phase makes no further lines; a long wait names its owner."""
     console = Console(tmp_path, max_steps=1)
     status = Status(tmp_path, "orchestrator")

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -110,9 +109,7 @@ CASES: dict[str, tuple[str, Callable[[ProcessId], list[ProcessStatus]], str, str
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_keeps_a_run_from_going_on(
-    case: str, tmp_path: Path, stopped: ProcessId, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_keeps_a_run_from_going_on(case, tmp_path, stopped, capsys, monkeypatch):
     """Contract: every fault that can be seen, else every long wait; of a run that is over how it ended."""
     launcher, statuses, state, sentence = CASES[case]
     (tmp_path / "rollouts" / "step_0").mkdir(parents=True)
@@ -132,7 +129,7 @@ def test_what_keeps_a_run_from_going_on(
             assert "the disk is full (3 MiB free)" in capsys.readouterr().out
 
 
-def test_the_examination_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examination_of_a_live_run(tmp_path, capsys):
     """Processes, waits, what is committed, errors in logs, and the state; nothing in the directory is touched."""
     with Owner(tmp_path):
         (tmp_path / "configs").mkdir()
@@ -164,7 +161,7 @@ def test_the_examination_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert "orchestrator has given no sign of life for 61 s" in out.splitlines()[-1]
 
 
-def test_tenants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tenants(tmp_path, capsys):
     """Of a deployment: each tenant, who waits for whom, its shares, slots without an orchestrator. A tenant's own
     directory is examined as any run's, without a launcher."""
     alice, bob = (tenant_dir(tmp_path, name) for name in ("alice", "bob"))
@@ -191,7 +188,7 @@ def test_tenants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "orchestrator died without a last word" in own
 
 
-def test_a_wreck_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wreck_and_no_run(tmp_path, capsys):
     """A typo is an error, an empty directory a finding; damaged files are passed over."""
     with pytest.raises(UserError, match="is no directory"):
         doctor.examine(tmp_path / "typo")

@@ -58,7 +58,7 @@ def section(plan: Plan, name: str) -> Any:
         (["2", "3"], {}, {"environ": {"CUDA_VISIBLE_DEVICES": "2,3"}}, ["2", "3"]),
     ],
 )  # fmt: skip
-def test_placement(gpus: int | list[str], inference: Settings | None, given: Settings, placement: list[str]) -> None:
+def test_placement(gpus, inference, given, placement):
     """Contract: which GPUs each server, then the trainer, gets and sees; the orchestrator none."""
     made = planned(gpus, inference, **given)
     servers = ("inference", "inference-1")[: len(placement) - 1]
@@ -68,7 +68,7 @@ def test_placement(gpus: int | list[str], inference: Settings | None, given: Set
         assert env(made, name)["CUDA_VISIBLE_DEVICES"] == ",".join(where)
 
 
-def test_the_orchestrator_knows_every_server() -> None:
+def test_the_orchestrator_knows_every_server():
     """Each has a port and a configuration of its own; one that runs already is used and not planned."""
     made = planned(5, {"tensor_parallel_size": 2}, inference_gpus=4)
     urls = ["http://localhost:8000", "http://localhost:8001"]
@@ -80,7 +80,7 @@ def test_the_orchestrator_knows_every_server() -> None:
     assert [(server.url, server.port) for server in planned(2, None).servers] == [("http://localhost:8000/v1", None)]
 
 
-def test_a_deployment() -> None:
+def test_a_deployment():
     """`rl tenants` starts servers and the trainer, one server a GPU: tenants name them. Its file plans the same."""
     lora = {"lora": {"rank": 4}, "tenants": {"slots": 3}}
     given = {"trainer": {**lora, "seq_len": 512}, "inference": {}, "model": {"name": "m"}}
@@ -93,7 +93,7 @@ def test_a_deployment() -> None:
     assert from_table(DeploymentConfig, tomllib.loads(to_toml(config))) == config
 
 
-def test_one_gpu_trains_and_serves() -> None:
+def test_one_gpu_trains_and_serves():
     """Its memory is split and neither side takes more than its share.
     Where the size of the model is not known, the trainer starts once the server has measured what is free."""
     shared: Settings = {"inference": {"gpu_memory_utilization": 0.25}, "share_gpus": True, "gib": 80.0}
@@ -112,7 +112,7 @@ def test_one_gpu_trains_and_serves() -> None:
 
 
 @pytest.mark.parametrize(("share", "cache", "utilization"), [(True, 11.6, 0.2), (False, 31.6, 0.45)])
-def test_two_servers_share_a_gpu(share: bool, cache: float, utilization: float) -> None:
+def test_two_servers_share_a_gpu(share, cache, utilization):
     """Each gets half of the memory, and all start at once. The second leaves the next ports to others."""
     made = planned(2 - share, gib=80.0, weights=1.2, share_gpus=share)
     trains = ("0",) if share else ("1",)
@@ -140,7 +140,7 @@ def test_two_servers_share_a_gpu(share: bool, cache: float, utilization: float) 
         {"inference_servers": 1},
     ],
 )
-def test_one_server_a_gpu(given: Settings) -> None:
+def test_one_server_a_gpu(given):
     """Where another would not fit, nobody knows whether it would, it would gain nothing, or one was asked for."""
     assert len(planned(2, **{"gib": 80.0, "weights": 1.2, **given}).servers) == 1
 
@@ -154,7 +154,7 @@ def test_one_server_a_gpu(given: Settings) -> None:
         (7.7, {"gpu_memory_utilization": 0.9}, 0.9),
     ],
 )
-def test_a_server_leaves_room_to_stage_a_version(weights: float, inference: Settings, share: float | None) -> None:
+def test_a_server_leaves_room_to_stage_a_version(weights, inference, share):
     """On its GPU, if vLLM's own choice would not; unless the user has chosen, or too little would be left to serve."""
     made = planned(2, inference, gib=80.0, weights=weights)
     assert section(made, "inference").gpu_memory_utilization == (None if share is None else pytest.approx(share))
@@ -187,15 +187,13 @@ HALF = {"gpu_memory_utilization": 0.5}
         (2, {}, {"share_gpus": True, "trainer_gpus": 2}, "as many GPUs must train as serve, not 2 and 1"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_laid_out_is_refused(
-    gpus: int, inference: Settings | None, given: Settings, message: str
-) -> None:
+def test_what_cannot_be_laid_out_is_refused(gpus, inference, given, message):
     """Contract: one clear line with the numbers; where a setting means nothing here, it says which one does."""
     with pytest.raises(UserError, match=message):
         planned(gpus, inference, **given)
 
 
-def test_visible_devices_are_read_as_cuda_reads_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_visible_devices_are_read_as_cuda_reads_them(monkeypatch, tmp_path):
     """The list ends at its first invalid entry. Without it the driver is asked; one that hangs is named in time."""
     lists = {"2,3": ["2", "3"], "": [], "-1": [], "0,-1,1": ["0"], " GPU-8a , 1": ["GPU-8a", "1"]}
     assert {value: visible_gpus({"CUDA_VISIBLE_DEVICES": value}) for value in lists} == lists
@@ -215,7 +213,7 @@ def test_visible_devices_are_read_as_cuda_reads_them(monkeypatch: pytest.MonkeyP
         visible_gpus({})
 
 
-def test_command_lines() -> None:
+def test_command_lines():
     """Never `uv run`; torchrun lets ranks finish; `--recover` is for the jobs."""
     server, single, orchestrator = planned(recover=True).processes
     assert server.argv[1:] == ("-m", "prime_rl.entrypoints.inference", "@", "outputs/configs/inference.toml")
@@ -238,7 +236,7 @@ def test_command_lines() -> None:
         ({"cores": 2, "environ": {"OMP_NUM_THREADS": "3"}}, (None, None)),
     ],
 )
-def test_threads_fit_the_cores(given: Settings, threads: tuple[str | None, str | None]) -> None:
+def test_threads_fit_the_cores(given, threads):
     """Servers and trainer share the cores when they work at the same time. What the user has set stays."""
     made = planned(**given)
     assert (env(made, "inference").get("OMP_NUM_THREADS"), env(made, "trainer").get("OMP_NUM_THREADS")) == threads
@@ -253,6 +251,6 @@ def test_threads_fit_the_cores(given: Settings, threads: tuple[str | None, str |
         ({"max_restarts": 0, "trainer": {"recovery_interval": 7}}, 7),
     ],
 )
-def test_recovery_needs_recovery_checkpoints(given: Settings, interval: int | str | None) -> None:
+def test_recovery_needs_recovery_checkpoints(given, interval):
     """Where processes are started again the trainer keeps a rolling checkpoint; its own setting wins."""
     assert section(planned(**given), "trainer").recovery_interval == interval

@@ -49,7 +49,7 @@ def run(cluster: Path, made: RLConfig, **env: str) -> tuple[int, str]:
     return done.returncode, (cluster / "calls").read_text()
 
 
-def test_one_node_runs_the_command_itself(cluster: Path) -> None:
+def test_one_node_runs_the_command_itself(cluster):
     """Contract: the same run with the same supervision, on a node of the cluster."""
     made = config(cluster / "run", {"partition": "p", "time": "12:00:00"}, recover=True)
     text, sections = render(made)
@@ -58,7 +58,7 @@ def test_one_node_runs_the_command_itself(cluster: Path) -> None:
     assert list(sections.values()) == [made]
 
 
-def test_the_first_nodes_serve_and_the_others_train(cluster: Path) -> None:
+def test_the_first_nodes_serve_and_the_others_train(cluster):
     """Contract: the first nodes serve, the others train, the orchestrator knows all servers; they end with the jobs."""
     made = config(cluster / "run", {"nodes": 4, "inference_nodes": 2}, inference={"tensor_parallel_size": 2})
     status, calls = run(cluster, made)
@@ -74,7 +74,7 @@ def test_the_first_nodes_serve_and_the_others_train(cluster: Path) -> None:
     assert server.data_parallel_size == 4
 
 
-def test_a_step_that_fails_ends_the_job(cluster: Path) -> None:
+def test_a_step_that_fails_ends_the_job(cluster):
     """Contract: a failure of any step is the job's failure, and nothing is left waiting for it."""
     made = config(cluster / "run", {"nodes": 2}, inference={})
     assert run(cluster, made, STATUS="3")[0] != 0
@@ -90,14 +90,12 @@ def test_a_step_that_fails_ends_the_job(cluster: Path) -> None:
         ({"nodes": 2}, {"tensor_parallel_size": 3}, "no multiple of the 3 GPUs"),
     ],
 )
-def test_nodes_that_cannot_be_laid_out(
-    tmp_path: Path, slurm: dict[str, Any], inference: dict[str, Any], message: str
-) -> None:
+def test_nodes_that_cannot_be_laid_out(tmp_path, slurm, inference, message):
     with pytest.raises(UserError, match=message):
         render(config(tmp_path, slurm, inference=inference))
 
 
-def test_submitting_and_printing(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submitting_and_printing(cluster, capsys):
     """Contract: `--dry-run` prints the script and submits nothing; the job's configs do not submit again."""
     root = cluster / "run"
     assert submit(config(root, {"nodes": 2}, inference={}, dry_run=True)) == 0

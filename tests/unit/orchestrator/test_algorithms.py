@@ -40,9 +40,6 @@ def of_one(config: AlgorithmConfig, group: Sequence[Trajectory]) -> list[float]:
     return advantages(config, [group], {})[0][0]
 
 
-# -- by hand -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("config", "group", "expected"),
     [
@@ -137,9 +134,6 @@ def test_penalties_compare_an_agent_with_its_own_kind() -> None:
     assert (black, other) == (0.0, 0.0)
 
 
-# -- invariants --------------------------------------------------------------------------------------------------------
-
-
 CONFIGS: list[AlgorithmConfig] = [
     GRPO(),
     GRPO(std_normalize=True),
@@ -168,9 +162,6 @@ def test_a_group_without_signal(config: AlgorithmConfig) -> None:
 def test_every_algorithm_by_reward_has_an_estimator() -> None:
     """Contract: no configured algorithm fails at the first batch for want of one."""
     assert ESTIMATORS.keys() == {one.model_fields["type"].default or "custom" for one in get_args(RewardAlgorithm)}
-
-
-# -- one's own ---------------------------------------------------------------------------------------------------------
 
 
 def best_alone(group: list[Trajectory], *, margin: float = 0.0) -> list[float]:

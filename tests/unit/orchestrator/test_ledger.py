@@ -37,9 +37,6 @@ def stored_results(path: Path) -> list[str]:
         return [name for (name,) in db.execute("SELECT id FROM results ORDER BY id")]
 
 
-# -- what is recorded --------------------------------------------------------------------------------------------------
-
-
 def test_an_episode_from_issue_to_training(path, ledger):
     """Every end is counted once, under its state and reason; tokens are kept just as long as they are needed."""
     names = open_group(ledger, 0, size=5)
@@ -92,9 +89,6 @@ def test_a_lost_episode_stops_the_run(ledger):
     ledger._db.execute("DELETE FROM episodes WHERE id = '1.0.0'")
     with pytest.raises(UserError, match=r"does not hold: \+1 of .*issued=4, in_flight=1"):
         ledger.check(3)
-
-
-# -- after a crash -----------------------------------------------------------------------------------------------------
 
 
 def test_what_the_scheduler_needs_to_go_on(ledger):
@@ -170,9 +164,6 @@ def test_a_full_disk_or_a_lock_loses_nothing(path, ledger, monkeypatch):
     assert [len(stored.result.samples[0].input_ids) for stored in group.finished] == [50_002, 50_002]
 
 
-# -- bad files ---------------------------------------------------------------------------------------------------------
-
-
 DAMAGED = r"ledger.sqlite is damaged .* move ledger.sqlite\* out of the way"
 
 
@@ -202,9 +193,6 @@ def test_a_bad_file_is_refused_and_left_alone(tmp_path, path, ledger, damage, me
         with pytest.raises(UserError, match=f"^{tmp_path}.*{message}"):
             read()
     assert path.read_bytes() == before
-
-
-# -- the manifests are the truth ---------------------------------------------------------------------------------------
 
 
 def test_a_crash_between_rename_and_flush(path, ledger, rollouts):

@@ -5,7 +5,6 @@ import math
 import statistics
 from array import array
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,7 +72,7 @@ def score(groups: Batch[EpisodeResult], **changes: Any) -> ScoredBatch:
     return score_batch(groups, settings(**changes), {"reverse-text": 0.7}, {})
 
 
-def test_a_sample_carries_its_lineage_and_its_advantage_on_sampled_tokens_only(tmp_path: Path) -> None:
+def test_a_sample_carries_its_lineage_and_its_advantage_on_sampled_tokens_only(tmp_path):
     """Ids, versions from the oldest to the newest, temperature, and the advantage on the loss mask."""
     scored = score(batch([episode(0, 1.0, 2, 4), episode(1, 0.0, 3, 3)]))
     first, second = scored.samples
@@ -86,7 +85,7 @@ def test_a_sample_carries_its_lineage_and_its_advantage_on_sampled_tokens_only(t
 
 
 @pytest.mark.parametrize("left_out", [True, False])
-def test_attempts_without_signal_are_left_out_and_counted_or_kept(left_out: bool) -> None:
+def test_attempts_without_signal_are_left_out_and_counted_or_kept(left_out):
     """Contract: attempts of advantage zero count in the loss's denominator only if they are kept in the batch."""
     groups = [[episode(0, first), episode(1, second)] for first, second in ((1.0, 0.0), (0.5, 0.5))]
     scored = score(batch(*groups), filter_zero_advantage=left_out)
@@ -102,7 +101,7 @@ def played(number: int, *players: tuple[str, float]) -> Finished[EpisodeResult]:
     return episode(number, statistics.fmean(one.reward for one in parts), samples=samples, parts=parts)
 
 
-def test_parts_of_an_episode_are_attempts_of_their_own() -> None:
+def test_parts_of_an_episode_are_attempts_of_their_own():
     """Of two players of a game the winner is drawn to what it did, by the rewards of single functions too; several
     conversations of one agent are all compared, each by its own reward."""
     games = batch([played(0, ("white", 1.0), ("black", -1.0)), played(1, ("white", -1.0), ("black", 1.0))])
@@ -115,7 +114,7 @@ def test_parts_of_an_episode_are_attempts_of_their_own() -> None:
     assert scored.advantages == {"7.0.0": {0: 0.5, 1: -0.5}, "7.1.0": {0: -0.5, 1: 0.5}}
 
 
-def test_samples_are_cut_to_seq_len_and_marked_truncated() -> None:
+def test_samples_are_cut_to_seq_len_and_marked_truncated():
     """The trainer never meets a sample longer than its micro-batch; one without sampled tokens left is left out."""
     rows = score(batch([episode(0, 1.0), episode(1, 0.0)]), seq_len=4).samples
     assert [(len(row.input_ids), row.is_truncated) for row in rows] == [(4, True), (4, True)]
@@ -134,7 +133,7 @@ def test_samples_are_cut_to_seq_len_and_marked_truncated() -> None:
         lambda s: setattr(s, "loss_mask", s.loss_mask + b"\1"),
     ],
 )
-def test_inexact_tokens_stop_the_run(damage: Any) -> None:
+def test_inexact_tokens_stop_the_run(damage):
     """Tokens in, tokens out, checked for every sample; the error names environment and episode."""
     damaged = tokens()
     damage(damaged)
@@ -142,7 +141,7 @@ def test_inexact_tokens_stop_the_run(damage: Any) -> None:
         score(batch([episode(0, 1.0, samples=[damaged]), episode(1, 0.0)]))
 
 
-def test_every_environment_has_its_own_algorithm_and_its_state() -> None:
+def test_every_environment_has_its_own_algorithm_and_its_state():
     """Contract: the environment's algorithm scores its groups; the new state is returned, the old one not changed."""
     groups = batch(
         [episode(0, 1.0), episode(1, 0.0), episode(2, 0.0)],
@@ -159,8 +158,6 @@ def test_every_environment_has_its_own_algorithm_and_its_state() -> None:
     assert (scored.state, before) == ({"poker": {"": 0.5}}, {"poker": {"": 1.0}})
 
 
-# -- which component of the loss each token feeds ----------------------------------------------------------------------
-
 TEACHER = TeacherConfig(base_url="http://teacher")
 MASK = [False, False, False, True, False, False, True, False]
 
@@ -176,7 +173,7 @@ def streams(
     return streams_of(config, made, np.array(mask[:cut]), np.array(logprobs[:cut]), advantage, keep_zero)
 
 
-def test_by_reward_and_echo() -> None:
+def test_by_reward_and_echo():
     """Advantages on sampled tokens, nothing else; with echo cross-entropy on tool results after the first reply, not on
     what came before, nor on replies, also where the advantage is zero. A sample that teaches nothing is none."""
     made = streams(GRPO())
@@ -194,7 +191,7 @@ def test_by_reward_and_echo() -> None:
     assert streams(Echo(), 0.0, cut=4) is None  # what is left of it has no such token
 
 
-def test_distillation() -> None:
+def test_distillation():
     """On-policy: the policy's tokens, each with what the teacher thinks of it; rewards do not matter. Off-policy: the
     teacher's tokens are on no mask, since they say nothing about how far policy and sampler are apart."""
     for config in (OPD(teacher=TEACHER), OPSD()):
@@ -207,9 +204,6 @@ def test_distillation() -> None:
     assert not made["loss_mask"].any()
     assert not made["logprobs"].any()
     assert made["ce_weight"].tolist() == [float(sampled) for sampled in MASK]
-
-
-# -- what a step reports -----------------------------------------------------------------------------------------------
 
 
 def metrics_of(*groups: list[Finished[EpisodeResult]], envs: str = "", failures: tuple[Drop, ...] = ()) -> Any:
@@ -228,7 +222,7 @@ def rewarded(*rewards: float, sampled: int = 3, filtered: str = "") -> list[Fini
     ]
 
 
-def test_experts_reach_the_sample_and_are_counted() -> None:
+def test_experts_reach_the_sample_and_are_counted():
     """Contract: a sample has the experts of its tokens but the last, of all if it is cut; their bytes are reported."""
     plain, chosen = tokens(3), tokens(3)  # five tokens
     chosen.experts = RoutedExperts(np.arange(4 * 6, dtype="<u2").tobytes(), 2, 3, 2)
@@ -243,7 +237,7 @@ def test_experts_reach_the_sample_and_are_counted() -> None:
     assert "replay/mib" not in metrics_of(rewarded(1.0, 0.0))
 
 
-def test_metrics_of_a_step() -> None:
+def test_metrics_of_a_step():
     """Before any filter: what was not trained counts, and what was left out is named; so are failures, by reason."""
     failures = (Drop.ERRORED, Drop.ERRORED, Drop.TIMEOUT)
     groups = rewarded(1.0, 0.0), rewarded(1.0, 1.0, sampled=5), rewarded(0.5, 0.0, filtered="truncated")
@@ -261,9 +255,6 @@ def test_metrics_of_a_step() -> None:
     expected = {"reward/mean": 0.25, "reward/a/mean": 0.5, "reward/b/mean": 0.0, "advantage/a/std": 0.5}
     expected |= {"solved_some/a": 1.0, "solved_none/b": 1.0}
     assert {name: metrics[name] for name in expected} == expected
-
-
-# -- filters, and settings that cannot work ----------------------------------------------------------------------------
 
 
 def result(tokens: list[int], reward: float = 0.0, logprob: float = -0.5, **fields: object) -> EpisodeResult:
@@ -298,13 +289,13 @@ ROUND, REPEATED = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 1, 2, 3, 4]
         ({"custom": {"path": f"{__file__}:shorter_than", "args": {"tokens": 2}}}, result([5, 6]), result([5])),
     ],
 )
-def test_rules_about_an_episode(rule: dict, kept: EpisodeResult, left_out: EpisodeResult | None) -> None:
+def test_rules_about_an_episode(rule, kept, left_out):
     (name,) = rule
     assert filter_reason(FilterConfig(**rule), kept, 100) == ""
     assert left_out is None or filter_reason(FilterConfig(**rule), left_out, 100) == name
 
 
-def test_what_is_left_out_still_counts_in_the_baseline() -> None:
+def test_what_is_left_out_still_counts_in_the_baseline():
     """Contract: one that a filter leaves out is not trained and is named; others are compared with it."""
     one = group(result([5, 6], 1.0), result([5], 0.0), result([6], 0.5, filtered="truncated"))
     scored = score_batch(Batch(3, [one]), config(filters={"truncated": {}}), {"env": 1.0}, {})
@@ -328,7 +319,7 @@ DYNAMIC = {"filters": {"dynamic_sampling": True}}
         ({"filters": {"difficulty": {"low": 0.5, "high": 0.9}}}, (0.9, 0.1), "difficulty"),
     ],
 )
-def test_groups_that_are_rejected(settings: dict, rewards: tuple[float, ...], why: str | None) -> None:
+def test_groups_that_are_rejected(settings, rewards, why):
     """One of which the filters leave nothing does not take a place in a batch, either."""
     both = group(*(result([5], reward) for reward in rewards))
     assert rejection_reason(both, config(**settings)) == why
@@ -350,7 +341,7 @@ def careless(episode: EpisodeResult) -> bool:
     return episode.metrics["nothing"] > 0
 
 
-def test_a_filter_of_ones_own_says_yes_or_no() -> None:
+def test_a_filter_of_ones_own_says_yes_or_no():
     for function, message in (
         ("wordy", "gave 'too long': True"),
         ("careless", r"raised KeyError\(.nothing.\) of episode e"),
@@ -395,7 +386,7 @@ SERVER, ALONE = {"base_url": "http://teacher"}, {"rollouts_per_example": 1}
         (algorithm("opsd", template="look"), r"template has no \{demonstration\}"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> None:
+def test_settings_that_cannot_work_are_refused(settings, message):
     """Contract: one clear line before anything starts."""
     with pytest.raises(ValidationError, match=message):
         config(**settings)

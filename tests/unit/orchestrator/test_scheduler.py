@@ -63,9 +63,6 @@ def test_every_run_ends_with_all_steps_in_order_and_loses_and_doubles_nothing(li
         assert (counts.in_flight, counts.finished, counts.batched, counts.difference) == (0, 0, len(trained), 0)
 
 
-# -- by hand -----------------------------------------------------------------------------------------------------------
-
-
 class Recorded(Scheduler[Any]):
     """A scheduler that keeps its events."""
 

@@ -48,8 +48,6 @@ def test_request_seeds_are_stable_and_distinct() -> None:
     assert request_seed(1, "2", 3) == request_seed(1, "2", 3)
 
 
-# -- difficulty pools --------------------------------------------------------------------------------------------------
-
 TASKS = tasks("env", 20)
 
 

@@ -159,9 +159,6 @@ async def test_an_episode_gets_its_scores_or_is_none(kind: str) -> None:
         await made.close()
 
 
-# -- runs: what waits for teachers, how long, and who is told ----------------------------------------------------------
-
-
 def make_world(directory: Path, kind: str, **settings: Any) -> World:
     teacher = {"base_url": "http://teacher", "model": "big", "max_concurrent": 1}
     return fresh(directory, algorithm={"type": kind, "teacher": teacher}, batch_size=8, max_steps=1, **settings)
