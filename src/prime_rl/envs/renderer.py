@@ -217,20 +217,13 @@ class ChatMLRenderer:
         return ParsedResponse(content=content, reasoning_content=None, tool_calls=calls, reasoning_complete=True)
 
     def bridge_to_next_turn(
-        self,
-        previous_prompt_ids: list[int],
-        previous_completion_ids: list[int],
-        new_messages: list[Any],
-        *,
-        tools: Any = None,
+        self, prompt_ids: list[int], completion_ids: list[int], new_messages: list[Any], *, tools: Any = None
     ) -> RenderedTokens | None:
         """The ids so far, unchanged, then the new messages and a generation prompt; None when it cannot extend."""
         if not new_messages or reject_assistant_in_extension(new_messages):
             return None
         # A turn cut off by its token limit has no <|im_end|>: it is closed as the template would.
-        closed = trim_to_turn_close(
-            previous_prompt_ids, previous_completion_ids, {self._end}, synthesize_close=self._end
-        )
+        closed = trim_to_turn_close(prompt_ids, completion_ids, {self._end}, synthesize_close=self._end)
         segments = [("\n", -1, False), *_segments(new_messages, "", bool(tools))]
         return self._tokens(closed or [], segments, new_messages, add_generation_prompt=True)
 

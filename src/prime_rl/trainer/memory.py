@@ -59,7 +59,8 @@ class Shape:
     hidden: int
     heads: int
     key_value_heads: int
-    head_size: int
+    query: int  # of all heads together
+    key_value: int
     feed_forward: int
     vocabulary: int
     parameters: int
@@ -74,7 +75,7 @@ class Shape:
     @classmethod
     def of(cls, lm: PreTrainedModel) -> "Shape":
         text = lm.config.get_text_config()
-        heads, key_value_heads, head_size = attention_heads(lm.config)
+        heads, key_value_heads, size = attention_heads(lm.config)
         total = sum(parameter.numel() for parameter in lm.parameters())
         in_layers = sum(parameter.numel() for parameter in lm.model.layers.parameters())
         trained = sum(parameter.numel() for parameter in lm.parameters() if parameter.requires_grad)
@@ -89,7 +90,8 @@ class Shape:
             hidden=text.hidden_size,
             heads=heads,
             key_value_heads=key_value_heads,
-            head_size=head_size,
+            query=heads * size,
+            key_value=key_value_heads * size,
             feed_forward=feed_forward,
             vocabulary=text.vocab_size,
             parameters=total,
@@ -101,14 +103,6 @@ class Shape:
             mixed=max(map(recurrent.projected_width, lm.model.layers)),
             mixed_floats=max(map(recurrent.kept_floats, lm.model.layers)),
         )
-
-    @property
-    def query(self) -> int:
-        return self.heads * self.head_size
-
-    @property
-    def key_value(self) -> int:
-        return self.key_value_heads * self.head_size
 
 
 @dataclass(frozen=True)
