@@ -352,8 +352,7 @@ class AdapterNames(dict[str | None, Any]):
     def __contains__(self, name: object) -> bool:
         return self.get(name) is not None
 
-    def __getitem__(self, name: Any) -> Any:
-        return self.get(name)
+    __getitem__ = get
 
 
 def settle_reload(model: Any, model_config: Any) -> None:

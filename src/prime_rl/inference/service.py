@@ -137,7 +137,7 @@ class WeightService:
     async def clear(self) -> None:
         """Have no adapter of an earlier tenant under this number. Rejected (503) if the engine does not answer."""
         async with _engine_call("free an adapter", PAUSE_SECONDS):
-            await self._engine.collective_rpc("prime_clear", args=(self.number,))
+            await self._engine.collective_rpc("prime_load", args=(self.number, "", {}))
 
     async def served(self) -> dict[str, Any]:
         """Ask every worker what it serves. Rejected (5xx) if the engine does not answer or its ranks disagree.

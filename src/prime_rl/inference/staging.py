@@ -288,8 +288,9 @@ class WeightsExtension:
                 torch.cuda.empty_cache()  # for other processes
 
     def prime_load(self, number: int, directory: str, identity: Identity) -> bool:
-        """Load the staged version, or if none is staged the base model in `directory`, and serve it as `identity`.
-        Return whether the next adapter can be loaded while the engine samples.
+        """Load the staged version, or if none is staged the base model in `directory`, and serve it as `identity`
+        (empty: as the weights that it was started with). Return whether the next adapter can be loaded while the engine
+        samples.
 
         After a failure on any rank the model is unusable until all have loaded another version; an adapter is zeros.
         """
@@ -323,14 +324,6 @@ class WeightsExtension:
         self.prime_unstage(number)
         held.identity = identity
         return in_place
-
-    def prime_clear(self, number: int) -> None:
-        """Have nothing of an earlier tenant under this number."""
-        self.prime_unstage(number)
-        held = self.prime_held[number]
-        held.identity = None
-        if held.slot is not None:
-            held.slot.clear()
 
     def prime_served(self, number: int = compat.ADAPTER) -> Identity | None:
         """The weights that this rank serves under a number; None for those it was started with."""
