@@ -9,6 +9,8 @@ tenant is updated as soon as its own batch is complete. What fails for one ends 
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +43,7 @@ from prime_rl.transport import tenants
 from prime_rl.transport.commit import CommitError, step_dir, subject_of
 from prime_rl.transport.settings import check_and_commit
 from prime_rl.transport.tenants import Join, tenant_dir
-from prime_rl.wait import WaitTimeout
+from prime_rl.wait import WaitTimeout, in_thread
 
 _LOOK_SECONDS = 0.2  # between two looks for tenants that join or leave
 _IDLE_SECONDS = 0.01  # between two looks for batches
@@ -150,6 +152,7 @@ class SharedTrainer:
             raise UserError(f"lora.rank: tenants on a GPU need a multiple of {GROUPED_RANKS}, not {config.lora.rank}")
         self.costs = perf.step_costs(self.policy.lm, self.source.config)
         self.queue, self.tenants, self.total = FairQueue(config.tenants), dict[str, TenantTraining](), 0.0
+        self.leaving: dict[str, tuple[TenantTraining, Future[None]]] = {}  # until their slots are free
         if self.policy.compiled:
             report.phase("compiling")
             vocabulary = self.source.config.get_text_config().vocab_size
@@ -169,10 +172,14 @@ class SharedTrainer:
                 time.sleep(_IDLE_SECONDS)  # bounded: a moment
         for tenant in [*self.tenants.values()]:
             self._guarded(tenant, self._end)
+        closed = [closed for _, closed in self.leaving.values()]
+        wait_for_futures(closed, timeout=self.config.dist_timeout)
+        self._free_slots()
 
     # ---- who is a member
 
     def _follow_joins(self) -> None:
+        self._free_slots()
         joins = tenants.joins(self.config.output_dir)
         for tenant in [*self.tenants.values()]:
             join = joins.get(tenant.name)
@@ -181,14 +188,15 @@ class SharedTrainer:
             elif join != tenant.join:
                 tenant.join = join
         for name, join in joins.items():
-            if name not in self.tenants:
+            if name not in self.tenants and name not in self.leaving:
                 self._admit(name, join)
         self.report.phase(f"training {', '.join(self.tenants)}" if self.tenants else "no tenants")
         self.report.status.progress()  # none of its own: it goes on with whatever comes
 
     def _admit(self, name: str, join: Join) -> None:
         directory = tenant_dir(self.config.output_dir, name)
-        taken = {tenant.policy.slot for tenant in self.tenants.values()}
+        members = [*self.tenants.values(), *(tenant for tenant, _ in self.leaving.values())]
+        taken = {tenant.policy.slot for tenant in members}
         free = [slot for slot in range(self.slots) if slot not in taken]
         exit_stack = ExitStack()
         try:
@@ -208,7 +216,10 @@ class SharedTrainer:
             policy = SlotPolicy(self.policy, free[0])
             initialize(policy, self.world, config.seed)
             training.begin(policy, self.costs)
-        except (UserError, CommitError, OSError) as error:
+        except torch.AcceleratorError:
+            exit_stack.close()
+            raise
+        except Exception as error:  # noqa: BLE001 - as in `_guarded`
             logger.warning("{} cannot join: {}", name, one_line(error))
             exit_stack.__exit__(type(error), error, None)
             status_path(directory, "trainer").unlink(missing_ok=True)  # of an earlier membership
@@ -227,29 +238,47 @@ class SharedTrainer:
 
     def _end(self, tenant: TenantTraining) -> None:
         """Save what a tenant has and free its slot."""
-        tenant.training.finish()
-        self._remove(tenant)
+        tenant.training.commit_last()
+        self._dismiss(tenant)
 
-    def _remove(self, tenant: TenantTraining, error: BaseException | None = None) -> None:
+    def _dismiss(self, tenant: TenantTraining, error: Exception | None = None) -> None:
+        """Save the state, unless an `error` ends the membership, and close everything; in a thread, where a disk that
+        hangs keeps nobody else waiting."""
         del self.tenants[tenant.name]
-        try:
-            tenant.exit_stack.__exit__(None if error is None else type(error), error, None)
-        except (UserError, CommitError, OSError) as more:  # a failing disk fails here, too
-            logger.error("{}: {}", tenant.name, one_line(more))
-        with torch.no_grad():
-            for parameter in tenant.policy.parameters():
-                parameter.zero_()
-                parameter.grad = None
-        self._leave(tenant.name, tenant.join)
+
+        def close() -> None:
+            try:
+                with tenant.exit_stack:
+                    if error is not None:
+                        raise error
+                    tenant.training.finish()
+            except Exception as failure:  # noqa: BLE001 - as in `_guarded`
+                if failure is not error:
+                    logger.error("{}: {}", tenant.name, one_line(failure))
+
+        self.leaving[tenant.name] = tenant, in_thread(close, f"end of {tenant.name}")
+
+    def _free_slots(self) -> None:
+        """Take back the slots of tenants whose end has come."""
+        for name, (tenant, closed) in [*self.leaving.items()]:
+            if closed.done():
+                del self.leaving[name]
+                with torch.no_grad():
+                    for parameter in tenant.policy.parameters():
+                        parameter.zero_()
+                        parameter.grad = None
+                self._leave(name, tenant.join)
 
     def _guarded(self, tenant: TenantTraining, action: Callable[[TenantTraining], None]) -> None:
-        """Do something for a tenant; what fails ends its membership alone."""
+        """Do something for a tenant; whatever its files or settings make that raise ends its membership alone."""
         try:
             action(tenant)
-        except (UserError, CommitError, OSError) as error:
-            logger.error("{} is a member no more: {}", tenant.name, one_line(error))
-            failure = error if isinstance(error, UserError) else UserError(str(error))
-            self._remove(tenant, failure)
+        except torch.AcceleratorError:  # the device is lost, for all
+            raise
+        except Exception as error:  # noqa: BLE001 - see above
+            expected = isinstance(error, UserError | CommitError | OSError)
+            logger.opt(exception=None if expected else error).error("{} ends: {}", tenant.name, one_line(error))
+            self._dismiss(tenant, error if isinstance(error, UserError) else UserError(one_line(error)))
 
     # ---- steps
 

@@ -225,18 +225,23 @@ class Training:
             self._saving = time.perf_counter() - began
         self.step += 1
 
-    def finish(self) -> None:
-        """Commit the last version and state; say that the run is finished, or stopped before its last step."""
+    def commit_last(self) -> None:
+        """Commit the last version."""
         self.rows.flush()
-        stopped, written = not self.done, ""  # on every rank, whichever was asked
         if not self.config.bench:
             self.report.phase("saving what is left")
             self.versions.settle()
             if self.step > 0:
                 self.versions.ensure(self.step, durable=True)
-                written = f"; weights in {step_dir(self.config.output_dir / 'weights', self.step)}"
+
+    def finish(self) -> None:
+        """Save the last state; say that the run is finished, or stopped before its last step. Nothing is computed."""
+        stopped, written = not self.done, ""  # on every rank, whichever was asked
+        if not self.config.bench:
             self.checkpoints.finish(self.progress, stopped)
             self.versions.finish()
+            if self.step > 0:
+                written = f"; weights in {step_dir(self.config.output_dir / 'weights', self.step)}"
         elif self.world.is_main:  # it alone keeps the rows
             self.report.text(bench_table(self.config.output_dir, self.report.process))
         tokens = f"{self.step} steps, {self.progress.tokens:,} tokens{written}"
@@ -286,6 +291,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
             for block in policy.sparse if balance else ():
                 block.router.loss_scale.fill_(balance / len(policy.sparse) / batch.tokens)
             training.update(forward_backward(policy, batch.batches, recipe.loss, world), begun)
+        training.commit_last()
         training.finish()
     close_world()
 

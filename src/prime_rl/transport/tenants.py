@@ -14,14 +14,16 @@ why it is none. The servers know tenants by their keys: a request with one means
 import hashlib
 import json
 import secrets
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prime_rl.errors import UserError
 from prime_rl.monitor.status import read_record
 from prime_rl.transport.commit import write_atomically
 
+_Record = TypeVar("_Record")
 _OWNER, _JOIN = "tenant.json", "join.json"
 _TAKEN = "the tenant name {} is taken, by another key: choose another tenant.name"
 
@@ -88,11 +90,17 @@ def leave(directory: Path) -> None:
 
 def joins(deployment: Path) -> dict[str, Join]:
     """Return the tenants that are members or ask to be, by name."""
-    paths = sorted((deployment / "tenants").glob(f"*/{_JOIN}"))
-    return {path.parent.name: join for path in paths if (join := read_record(Join, path)) is not None}
+    return dict(_records(deployment, Join, _JOIN))
 
 
 def names_by_key(deployment: Path) -> dict[str, str]:
     """Return the names of all tenants that there have been, by the hash of their keys."""
-    paths = sorted((deployment / "tenants").glob(f"*/{_OWNER}"))
-    return {owner.key_hash: path.parent.name for path in paths if (owner := read_record(TenantKey, path)) is not None}
+    return {owner.key_hash: name for name, owner in _records(deployment, TenantKey, _OWNER)}
+
+
+def _records(deployment: Path, kind: type[_Record], file: str) -> Iterator[tuple[str, _Record]]:
+    """Yield the tenants that have this file, with what it says; others are passed over, as damaged files are."""
+    for path in sorted((deployment / "tenants").glob(f"*/{file}")):
+        # Nothing that a tenant may have put there keeps the others waiting, as a pipe would.
+        if path.is_file() and (record := read_record(kind, path)) is not None:
+            yield path.parent.name, record

@@ -1,5 +1,6 @@
 """Tenants in one trainer: each is trained as if it were alone, and nothing that happens to one reaches another."""
 
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from prime_rl.config.shared import TenantsConfig
 from prime_rl.config.trainer import LoRAConfig, TrainerModel
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_status
+from prime_rl.trainer.ckpt import Checkpoints
 from prime_rl.trainer.lora import initialize
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import build_policy
@@ -134,16 +136,40 @@ def test_what_fails_for_one_reaches_no_other(alone, deploy):
     bob = one.join("bob", BOB)
     damaged, full = (one.join(name, ALICE) for name in ("damaged", "full"))
     one.join("nan", ALICE | {"optim": {"lr": 1e38}})
+    one.join("odd", ALICE | {"ckpt": 5})
     one.join("wrong", ALICE | {"scheduler": {"type": "cosine", "warmup_steps": 9}})
     (damaged / "rollouts" / "step_1" / "samples.arrow").write_bytes(b"x")
     (full / "metrics").write_text("no directory")
     outcomes = one.run_to_the_end()
     assert outcomes.pop("bob") == "finished"
     assert support.hashes(bob) == want
-    reasons = {"nan": "finite", "damaged": "samples.arrow", "full": "metrics", "wrong": "warmup"}
+    reasons = {"nan": "finite", "damaged": "samples.arrow", "full": "metrics", "wrong": "warmup", "odd": ""}
     for name, reason in reasons.items():
         assert str(outcomes[name]).startswith("failed: "), name
         assert reason in str(outcomes[name]), name
+
+
+def test_who_hangs_keeps_nobody_waiting(deploy: Callable[..., Deployment], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: while the state of one that leaves cannot be written others train on; its slot is free after that."""
+    one, event = deploy(), threading.Event()
+    finish = Checkpoints.finish
+
+    def hang(checkpoints: Checkpoints, *rest: Any) -> None:
+        if checkpoints.output_dir.name == "alice":
+            assert event.wait(60)
+        finish(checkpoints, *rest)
+
+    monkeypatch.setattr(Checkpoints, "finish", hang)
+    one.join("alice", ALICE)
+    bob = one.join("bob", BOB)
+    one.run(lambda: len(one.trainer.tenants) == 2)
+    tenants.leave(tenant_dir(one.root, "alice"))
+    one.run(lambda: one.outcomes["bob"] == "finished")
+    assert "alice" in one.trainer.leaving
+    assert len(support.hashes(bob)) == 4
+    event.set()
+    one.run(lambda: not one.trainer.leaving)
+    assert one.outcomes["alice"] == "stopped"
 
 
 def test_slots_and_settings(deploy, tmp_path, tied_model):
