@@ -53,6 +53,9 @@ class Guard:
             if name is None or self._tenancy is None:
                 await self._app(scope, receive, send)
             else:
+                if self._keys:  # which vLLM's own middleware asks for, behind this one
+                    headers = [field for field in scope["headers"] if field[0] != b"authorization"]
+                    scope = {**scope, "headers": [*headers, (b"authorization", b"Bearer " + self._keys[0])]}
                 generates = path.startswith(GENERATING) and scope["method"] == "POST"
                 await self._tenancy.answer(self._app, scope, receive, send, generates=generates)
         except Rejected as rejection:  # by this middleware

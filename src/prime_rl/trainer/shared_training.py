@@ -195,8 +195,8 @@ class SharedTrainer:
 
     def _admit(self, name: str, join: Join) -> None:
         directory = tenant_dir(self.config.output_dir, name)
-        members = [*self.tenants.values(), *(tenant for tenant, _ in self.leaving.values())]
-        taken = {tenant.policy.slot for tenant in members}
+        holders = [*self.tenants.values(), *(tenant for tenant, _ in self.leaving.values())]
+        taken = {tenant.policy.slot for tenant in holders}
         free = [slot for slot in range(self.slots) if slot not in taken]
         exit_stack = ExitStack()
         try:

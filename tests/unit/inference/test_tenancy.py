@@ -44,8 +44,11 @@ class Server:
         self.tenancy = Tenancy(directory, 2, FairShare[Any](most, {}, {}), start)
         self.adapters = AdapterNames(["the/model"], self.tenancy.adapter)
         self.guard = Guard(self._application, keys, self.tenancy)
+        self.keys = keys
 
     async def _application(self, scope: Any, receive: Any, send: Any) -> None:
+        if self.keys and scope["path"].startswith("/v1/"):  # as vLLM asks for
+            assert dict(scope["headers"])[b"authorization"] == f"Bearer {self.keys[0]}".encode()
         body = (await receive())["body"]
         self.entered.append(asking())
         await self.gate.wait()
