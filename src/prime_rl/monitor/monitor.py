@@ -95,6 +95,7 @@ def _wandb_run(settings: WandbConfig, output_dir: Path, process: str, run_config
             name=settings.name,
             id=settings.id,
             resume="allow" if settings.id else None,
+            reinit="create_new",  # a process may have several, one a tenant
             dir=str(directory),
             mode="offline" if settings.offline else None,  # None: $WANDB_MODE, or online
             config=redacted(run_config),

@@ -388,6 +388,10 @@ def tenant_config(config: TrainerConfig, directory: Path, settings: dict[str, An
     values = config.model_dump() | {"tenants": None, "output_dir": directory, "recover": True}
     values["recovery_interval"] = config.recovery_interval or "auto"
     values["weights"]["port"] = 0  # each has a publisher of its own
+    if config.weights.transport == "auto" and not config.weights.shares_gpu:
+        values["weights"]["transport"] = (
+            "filesystem"  # several NCCL transfers between two GPUs might wait for each other
+        )
     if (name := own.pop("model", {}).get("name", config.model.name)) != config.model.name:
         raise UserError(f"the trainer's model is {config.model.name}, not {name}: give the same model.name")
     if own.get("seq_len", 0) > config.seq_len:

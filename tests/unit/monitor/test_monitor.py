@@ -260,3 +260,15 @@ def test_wandb_without_a_key_is_found_first(tmp_path, monkeypatch, variables, lo
     with pytest.raises(UserError, match=error) if error else nullcontext():
         check_wandb(None, WandbConfig())
     check_wandb(None, WandbConfig(offline=True))
+
+
+def test_runs_of_one_process_are_runs_of_their_own(tmp_path: Path) -> None:
+    """Contract: what tenants of one trainer log goes to a run each."""
+    config = MonitorConfig(wandb=WandbConfig(offline=True))
+    monitors = [Monitor(tmp_path / name, "trainer", config, {}) for name in ("a", "b")]
+    for step, monitor in enumerate(monitors):
+        monitor.log(step, {"x": step})
+    for monitor in monitors:
+        monitor.close()
+    runs = {path.name.rpartition("-")[2] for path in tmp_path.glob("*/logs/wandb/offline-run-*")}
+    assert len(runs) == 2
