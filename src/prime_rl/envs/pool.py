@@ -128,14 +128,9 @@ class EnvPool:
         demonstrations: Mapping[str, OPSD] | None = None,
         chat_timeout: float | None = None,
     ) -> None:
-        """Raises UserError: a variable in `secrets` is not set.
-
-        Args:
-            model: Hub name or directory, also the name under which the engine serves it.
-            base_url: Of the server that is asked where `run` names none.
-            chat_timeout: Seconds without a byte of an answer, of an API that is asked by its chat route (None: by
-                tokens).
-        """
+        """`model`: hub name or directory, also the name under which the engine serves it. `base_url`: of the server
+        that is asked where `run` names none. `chat_timeout`: seconds without a byte of an answer, of an API that is
+        asked by its chat route (None: by tokens). Raises UserError: a variable in `secrets` is not set."""
         self._base_url = base_url
         self._samplers = samplers or {}
         self.sets: dict[str, WorkerSet] = {}  # of each environment, by its name; those that are alike share one
@@ -279,13 +274,9 @@ class EnvPool:
         timeout: float,
         server: str | None = None,
     ) -> EpisodeResult:
-        """Run one episode. Cancelling the call cancels the episode and its engine requests.
-        Raises UserError: the pool has failed.
-
-        Args:
-            timeout: Seconds from when the episode gets a slot; the result comes `GRACE_SECONDS` later at most.
-            sampling: All that the server is sent: temperature, top_p, top_k, min_p, max_tokens, min_tokens, seed …
-        """
+        """Run one episode. Cancelling the call cancels the episode and its engine requests. `timeout`: seconds from
+        when the episode gets a slot; the result comes `GRACE_SECONDS` later at most. `sampling`: all that the server is
+        sent: temperature, top_p, top_k, min_p, max_tokens, min_tokens, seed … Raises UserError: the pool has failed."""
         worker_set, number = self.sets[env], next(self._numbers)
         self._loaded(worker_set)
         task_id, sampler = worker_set.tasks[task_index].task_id, self._samplers.get(env)

@@ -81,9 +81,8 @@ class VerifiersEnv:
         except Exception as error:
             raise LoadError(f"environment {setup.env_id!r}: its tools failed to load: {describe(error)}") from error
         self._engine = None if setup.chat_timeout else EngineClient(setup, bool(tools))
-        self._client: Any = (
-            chat_config(setup.chat_timeout) if setup.chat_timeout else vf.TrainClientConfig(api_key_var=API_KEY_VAR)
-        )
+        by_tokens: Any = vf.TrainClientConfig(api_key_var=API_KEY_VAR)
+        self._client = chat_config(setup.chat_timeout) if setup.chat_timeout else by_tokens
         try:
             self._env = vf.load_environment(config)
             random.seed(0)  # of an endless taskset every worker is to draw the same first tasks
