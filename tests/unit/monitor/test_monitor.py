@@ -266,9 +266,6 @@ def test_runs_of_one_process_are_runs_of_their_own(tmp_path: Path) -> None:
     """Contract: what tenants of one trainer log goes to a run each."""
     config = MonitorConfig(wandb=WandbConfig(offline=True))
     monitors = [Monitor(tmp_path / name, "trainer", config, {}) for name in ("a", "b")]
-    for step, monitor in enumerate(monitors):
-        monitor.log(step, {"x": step})
+    assert len({monitor._wandb.id for monitor in monitors}) == 2
     for monitor in monitors:
         monitor.close()
-    runs = {path.name.rpartition("-")[2] for path in tmp_path.glob("*/logs/wandb/offline-run-*")}
-    assert len(runs) == 2
