@@ -312,6 +312,7 @@ def load_adapter(policy: nn.Module, directory: Path, world: World) -> None:
 def peft_config(policy: nn.Module, config: "LoRAConfig", model: str) -> dict[str, Any]:
     """Return the adapter_config.json of a policy's adapters beside the model of this name."""
     names = {tensor.name.split(".")[-3] for tensor in adapter_tensors(policy) if is_adapter(tensor.name)}
+    targets = sorted(names) if config.target_modules == "all-linear" else config.target_modules
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -319,7 +320,7 @@ def peft_config(policy: nn.Module, config: "LoRAConfig", model: str) -> dict[str
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
-        "target_modules": sorted(names),
+        "target_modules": sorted({*names, *targets}) if config.experts else targets,
         "modules_to_save": config.modules_to_save or None,
         "bias": "none",
         "fan_in_fan_out": False,

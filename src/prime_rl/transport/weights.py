@@ -161,15 +161,19 @@ def weights_manifest(directory: Path, committed: Manifest | None = None) -> Weig
         raise CommitError(f"{directory} is committed, but not as a version of weights ({error})") from error
 
 
+# PEFT's other ways to begin with an adapter (PiSSA, OLoRA, LoftQ, CorDA) change the base model's weights, too.
+_BESIDE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
 def read_adapter_config(directory: Path) -> dict[str, Any]:
     """Read an adapter's adapter_config.json, PEFT's or ours. UserError if it is none, or of a kind not trained here."""
     path = directory / ADAPTER_CONFIG
     with user_errors(f"{path} cannot be read", OSError, ValueError):
         config = dict(json.loads(path.read_text(encoding="utf-8")))
-    plain = {"peft_type": "LORA", "bias": "none"}
+    plain = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _BESIDE_THE_BASE}
     for key, value in config.items():
-        unlike = value != plain[key] if key in plain else value and (key.startswith("use_") or key.endswith("_pattern"))
-        if unlike:
+        known = plain.get(key, () if key.startswith("use_") or key.endswith("_pattern") else None)
+        if known is not None and value not in known and (value or known):
             raise UserError(f"{path} has {key} = {value}, which is not supported")
     return config
 

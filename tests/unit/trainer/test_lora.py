@@ -191,6 +191,7 @@ def test_modules_that_cannot_have_adapters_are_named(
         ({"r": 8}, "has rank 8, not 4: give lora.rank"),
         ({"use_dora": True}, "use_dora = True, which is not supported"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights = pissa_niter_4, which is not supported"),
         ({"tensor": "x"}, "has a tensor x"),
         ({"missing": True}, "cannot be read"),
     ],
