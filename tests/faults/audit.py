@@ -18,7 +18,17 @@ from prime_rl.transport.weights import verify_weights, version_hash, weights_man
 
 REASONS = {"stale", "filtered", "errored", "cancelled", "timeout"}
 # Not compared: times, and what is counted since the last step or the last start of the orchestrator.
-_TIMED = ("time/", "perf/", "limit/", "workers/cpu", "errors/", "off_policy/dropped", "made/", "turned_away/")
+_TIMED = (
+    "time/",
+    "perf/",
+    "limit/",
+    "workers/cpu",
+    "errors/",
+    "off_policy/dropped",
+    "made/",
+    "turned_away/",
+    "tenant/",
+)
 
 
 def problems(

@@ -97,6 +97,7 @@ def matrix() -> list[Cell]:
         *_resumed(),
         *_launcher(),
         *_adapters(),
+        *_tenants(),
         *_real_engine(),
     ]
 
@@ -207,6 +208,13 @@ def _adapters() -> Iterator[Cell]:
     for boundary in ("update-read", "update-loaded"):
         fault = Fault(f"{boundary}:v2", "inference", "kill")
         yield Cell("kill, LoRA", "inference (vLLM)", fault.point, (fault,), exact="training", engine="vllm", lora=True)
+
+
+def _tenants() -> Iterator[Cell]:
+    """Two tenants share a trainer; it, or one of their orchestrators, is killed. Both end as a run alone."""
+    for point in points():
+        if point.process in ("trainer", "orchestrator"):
+            yield replace(cell("kill", point), do="kill, tenants", lora=True, tenants=True)
 
 
 def _real_engine() -> Iterator[Cell]:

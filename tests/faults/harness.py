@@ -7,9 +7,11 @@ engine is a fake one outside of the run, restarted by `EngineKeeper`, or with `e
 import json
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -33,6 +35,7 @@ MAX_STEPS = 4
 INTERVAL = 2
 TIMEOUT = 180.0
 MORE_SECONDS = 60.0  # per fault
+TENANTS = ("alice", "bob")
 STOPPED_SECONDS = 2.0
 
 Settings = Mapping[str, Any]
@@ -52,6 +55,7 @@ class Cell:
         engines: How many fake ones there are.
         resume: Instead of a new run, the undisturbed one is gone on with from this checkpoint.
         lora: Adapters are trained.
+        tenants: Two of them do what the undisturbed run does, in one trainer.
         settings: On top of the common ones.
     """
 
@@ -65,6 +69,7 @@ class Cell:
     engines: int = 1
     resume: int | None = None
     lora: bool = False
+    tenants: bool = False
     settings: Settings = field(default_factory=dict)
 
     @property
@@ -108,9 +113,8 @@ def repeated(look: Callable[[], None], seconds: float) -> Iterator[None]:
 class EngineKeeper:
     """Supervise an engine that does not belong to the run: start it, and start it again when it dies or stops."""
 
-    def __init__(self, directory: Path, port: int, env: Mapping[str, str], delay: float = 0.02) -> None:
+    def __init__(self, directory: Path, port: int, env: Mapping[str, str], weights: Path, delay: float = 0.02) -> None:
         self.incarnations, self._stopped_since = 0, 0.0
-        weights = directory / "run" / "weights"
         self._arguments = ("--policy", "--model", MODEL, "--port", port, "--delay", delay, "--weights", weights)
         # It imports from `tests` by its own path.
         self._log, self._env = directory / f"engine-{port}.log", {**env, "PYTHONPATH": f"{env['PYTHONPATH']}:{TESTS}"}
@@ -173,7 +177,9 @@ def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Resu
     """
     began = time.monotonic()
     directory.mkdir(parents=True)
-    run, ports, problems = directory / "run", [free_port() for _ in range(cell.engines)], []
+    run, problems = directory / "run", list[str]()
+    runs = [run / "tenants" / name for name in TENANTS] if cell.tenants else [run] * cell.engines
+    ports = [free_port() for _ in runs]
     plan, config = directory / "plan.json", write_config(cell, directory, ports)
     plan.write_text(json.dumps([vars(fault) for fault in cell.faults]))  # counters go beside it
     env = environment()
@@ -181,12 +187,19 @@ def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Resu
     with ExitStack() as stack:
         if cell.engine == "fake":
             faulty = {**env, FAULTS: str(plan)}
-            keepers = [stack.enter_context(EngineKeeper(directory, port, faulty).running()) for port in ports]
+            keepers = [
+                stack.enter_context(EngineKeeper(directory, port, faulty, its / "weights").running())
+                for port, its in zip(ports, runs, strict=True)
+            ]
         watchers = [stack.enter_context(ServedWatcher(port).running()) for port in ports]
         if cell.resume is not None and reference is not None:
             shutil.copytree(reference, run)
         try:
-            status = _run_rl(cell, config, directory / "rl.log", {**env, FAULTS: str(plan)})
+            faulty = {**env, FAULTS: str(plan)}
+            if cell.tenants:
+                status = _run_tenants(config, ports, faulty)
+            else:
+                status = _run_rl(cell, config, directory / "rl.log", faulty)
             ended = status != 0
             if ended:
                 problems += _badly_ended(cell, status, directory / "rl.log")
@@ -200,7 +213,13 @@ def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Resu
         for watcher in watchers:
             watcher.look()
         problems += _unfired(cell, plan)
-        if status == 0:
+        if status == 0 and cell.tenants:
+            for its, watcher in zip(runs, watchers, strict=True):
+                wrong = audit.problems(its, MAX_STEPS, _kept(cell), watcher.last)
+                if reference is not None and not wrong:
+                    wrong = audit.differences(its, reference, attempts=cell.exact == "all")
+                problems += [f"{its.name}: {each}" for each in wrong]
+        elif status == 0:
             # One that was killed late may not be back before the run is over: the last version was the others' then.
             last = max((watcher.last for watcher in watchers), key=lambda served: served["version"] or 0)
             problems += [wrong for watcher in watchers if (wrong := audit.never_committed(run, watcher.last))]
@@ -296,6 +315,46 @@ def _run_rl(cell: Cell, config: Path, log: Path, env: dict[str, str]) -> int:
                 time.sleep(0.02)
             rl.process.kill()
         return rl.process.wait(TIMEOUT + MORE_SECONDS * len(cell.faults))
+
+
+def _run_tenants(config: Path, ports: Sequence[int], env: dict[str, str]) -> int:
+    """Run a trainer and two orchestrators, each started anew when it is killed, until the latter have ended. Return the
+    first status that is not 0, else 0."""
+    values, directory = tomllib.loads(config.read_text()), config.parent
+    run, shared = values["output_dir"], {key: values[key] for key in ("device", "seq_len", "model")}
+    trainer = values["trainer"] | shared | {"output_dir": run, "tenants": {"slots": len(ports)}}
+    trainer["recovery_interval"] = values["recovery_interval"]
+    own = {key: trainer.pop(key) for key in ("optim", "scheduler", "loss") if key in trainer}
+    keys = "max_steps", "async_level", "seed", "seq_len", "model", "ckpt"
+    configs = {"trainer": trainer}
+    for name, port in zip(TENANTS, ports, strict=True):
+        configs[name] = values["orchestrator"] | {key: values[key] for key in keys}
+        configs[name] |= {"tenant": {"join": run, "name": name, **own}}
+        configs[name]["client"] = configs[name]["client"] | {"base_url": f"http://127.0.0.1:{port}/v1"}
+    for name, table in configs.items():
+        (directory / f"{name}.toml").write_text(tomli_w.dumps(table))
+
+    def start(name: str) -> Command:
+        command, more = ("trainer", ["--recover"]) if name == "trainer" else ("orchestrator", [])
+        return Command(command, "@", directory / f"{name}.toml", *more, log=directory / f"{name}.log", env=env)
+
+    commands, deadline = {"trainer": start("trainer")}, time.monotonic() + TIMEOUT
+    ready = Path(run) / "settings" / "trainer.json"
+    try:
+        while time.monotonic() < deadline:
+            for name in configs if ready.exists() else ["trainer"]:
+                status = commands[name].process.poll() if name in commands else -signal.SIGKILL
+                if status == -signal.SIGKILL:
+                    commands[name] = start(name)
+                elif status:
+                    return status
+            if all(name in commands and commands[name].process.poll() == 0 for name in TENANTS):
+                return 0
+            time.sleep(0.1)
+    finally:
+        for command in commands.values():
+            command.close()
+    raise subprocess.TimeoutExpired("two tenants", TIMEOUT)
 
 
 def _badly_ended(cell: Cell, status: int, log: Path) -> list[str]:
