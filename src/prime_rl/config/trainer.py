@@ -365,6 +365,7 @@ class TrainerConfig(TrainingConfig, RecoverableRun):
             yield conflict(lora is None or lora.serve != "adapter", f"{adapts}: give <lora>, with serve = adapter")
             yield conflict(lora and lora.experts, f"{adapts} of linear layers: leave <lora.experts> out")
             yield conflict(lora and lora.dropout, "<lora.dropout> draws from one generator for all <tenants>: set 0")
+            yield conflict(self.model.moe_aux_loss, "<model.moe_aux_loss> has no effect with <tenants>: leave it out")
             yield conflict(lora and lora.adapter, "<tenants> begin with new adapters: leave <lora.adapter> out")
             yield conflict(fake or self.bench, "<tenants> bring rollouts: leave data.fake and bench out", "data.fake")
             yield conflict(self.ckpt, "<tenants> have checkpoints of their own: leave <ckpt> out")

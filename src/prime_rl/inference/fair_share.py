@@ -5,8 +5,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
-TURN_SECONDS = 10.0  # that a tenant keeps one of too few resident adapters while another waits for it
-MEMORY_SECONDS = 300.0  # what was longer ago counts for less than 1/e in a share
+TURN_SECONDS = 10.0  # least time that a tenant's adapter stays resident while another tenant waits
+MEMORY_SECONDS = 300.0  # time constant of the exponential average of a share
 
 T = TypeVar("T")
 
@@ -14,7 +14,8 @@ T = TypeVar("T")
 class FairShare(Generic[T]):
     """Requests in flight by tenant, at most `most` together, and those that wait, named by tickets.
 
-    The next admitted is of the tenant with the fewest in flight by weight, among equals with the fewest admitted.
+    Admits the tenant with the lowest in_flight / weight; ties go to the fewest weighted admissions. (The trainer's
+    micro-batches have costs that are known, and no number in flight: `trainer.shared_training.FairQueue`.)
 
     Args:
         limits: Largest share of `most` by tenant.
@@ -27,10 +28,10 @@ class FairShare(Generic[T]):
         self._most, self._weights, self._limits, self._resident = most, weights, limits, resident
         self.in_flight: Counter[str] = Counter()
         self._waiting: defaultdict[str, deque[T]] = defaultdict(deque)
-        self._since: dict[str, float] = {}  # when the tenants in flight came to be that
-        # Requests admitted, by weight; newcomers begin with those of the last tenant that one was admitted of.
+        self._since: dict[str, float] = {}  # when each tenant in flight was first admitted
+        # Weighted admissions by tenant, and those of the tenant admitted last, with which newcomers start.
         self._passes, self._pass = dict[str, float](), 0.0
-        # Seconds of requests in flight, of which older ones count less, until now.
+        # Request-seconds in flight by tenant, exponentially averaged, until `_now`.
         self._used, self._now = defaultdict[str, float](float), 0.0
 
     def ask(self, name: str, ticket: T, now: float) -> list[T]:

@@ -14,16 +14,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from prime_rl.inference.fair_share import FairShare
 from prime_rl.inference.service import WeightService
 from prime_rl.inference.version_files import STALL_SECONDS, Rejected, read
-from prime_rl.transport.tenants import joins, key_hash, names_by_key
+from prime_rl.transport.tenants import joins, key_hashes, owner
 
 KEYS_SECONDS = 0.5  # between two looks for a key that is not known
 
-ASKING: ContextVar[str | None] = ContextVar("ASKING", default=None)
+CURRENT_TENANT: ContextVar[str | None] = ContextVar("CURRENT_TENANT", default=None)
 
 
-def asking() -> str | None:
+def current_tenant() -> str | None:
     """Return whose request is being answered; None: no tenant's."""
-    return ASKING.get()  # bounded: a variable
+    return CURRENT_TENANT.get()  # bounded: a variable
 
 
 class Tenancy:
@@ -41,21 +41,22 @@ class Tenancy:
         self._deployment, self._slots, self._share, self._start = deployment, slots, share, start
         self.services: dict[str, WeightService] = {}  # of the tenants with a number
         self._requests: Counter[str] = Counter()  # that are not answered yet, by tenant
-        self._names: dict[str, str] = {}  # by the hash of the key
-        self._names_at = -KEYS_SECONDS
+        self._hashes: dict[str, str] = {}  # of the tenants' keys
+        self._read_at = -KEYS_SECONDS
         self._reading = asyncio.Lock()  # bounded: `whose` reads with a deadline
         self._numbering = asyncio.Lock()  # bounded: `tenant` reads and calls the engine with deadlines
 
     async def whose(self, key: str) -> str | None:
         """Return the tenant that a key is of. Rejected (503) if that cannot be read."""
-        digest, asked = key_hash(key), time.monotonic()
-        if digest not in self._names:
-            async with self._reading:
-                if self._names_at < asked:
-                    await asyncio.sleep(max(self._names_at + KEYS_SECONDS - time.monotonic(), 0.0))
-                    self._names_at = time.monotonic()
-                    self._names = await read(lambda: names_by_key(self._deployment), self._deployment, STALL_SECONDS)
-        return self._names.get(digest)
+        asked = time.monotonic()
+        if (name := owner(key, self._hashes)) is not None:
+            return name
+        async with self._reading:
+            if self._read_at < asked:
+                await asyncio.sleep(max(self._read_at + KEYS_SECONDS - time.monotonic(), 0.0))
+                self._read_at = time.monotonic()
+                self._hashes = await read(lambda: key_hashes(self._deployment), self._deployment, STALL_SECONDS)
+        return owner(key, self._hashes)
 
     async def service(self, name: str) -> WeightService:
         """Return the tenant's service, and give it a number. Rejected (409) if none is left."""
@@ -69,7 +70,7 @@ class Tenancy:
         return self.services[name]
 
     async def _free_number(self) -> int:
-        """Return one that no tenant has, or that one has to whom no request belongs and who is no tenant any more."""
+        """Return an unused number; if there is none, take that of a tenant that has left and has no requests."""
         free = {*range(1, self._slots + 1)} - {service.number for service in self.services.values()}
         if free:
             return min(free)
@@ -82,17 +83,17 @@ class Tenancy:
         raise Rejected(409, f"all {self._slots} adapters of this server (lora.tenants.slots) are taken, by {names}")
 
     def adapter(self) -> tuple[int, str] | None:
-        """The adapter of the tenant that asks."""
-        service = self.services.get(asking() or "")
+        """Return the adapter of the tenant whose request is answered."""
+        service = self.services.get(current_tenant() or "")
         return None if service is None else service.adapter()
 
     def numbers(self, name: str) -> dict[str, Any]:
-        """What a tenant may know of its use of the engine."""
+        """Return how a tenant uses the engine: its share (0 to 1) of the request-seconds, and its waiting requests."""
         return {"engine_share": self._share.share(name, time.monotonic()), "waiting": self._share.waiting(name)}
 
     async def answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, *, generates: bool) -> None:
-        """Have the application answer a request of the tenant `asking`. Rejected: why it does not."""
-        name = asking()
+        """Forward the current tenant's request to the application. Raises Rejected."""
+        name = current_tenant()
         assert name is not None
         self._requests[name] += 1
         try:
@@ -120,13 +121,13 @@ class Tenancy:
                 nonlocal answers
                 async with service.loading:  # bounded: a load is
                     usable = service.failures == failures
-                if usable:  # else nothing, as of a server that ended
+                if usable:  # else the client must see a broken connection, as if the server had died
                     answers = True
                     await send(message)
 
             await app(scope, messages.receive, forward)
             if service.failures != failures and not answers:
-                raise Rejected(500, "an adapter that could not be loaded was in use: nothing of this reply is")
+                raise Rejected(500, "the adapter failed to load while this request was running: its reply is discarded")
         finally:
             self._admit(self._share.leave(name, ticket, time.monotonic()))
 

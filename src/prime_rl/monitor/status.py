@@ -214,6 +214,8 @@ def read_record(kind: type[_Record], path: Path) -> _Record | None:
     """Read a dataclass from another process's small JSON file; None where there is none, or a damaged or foreign one.
     Fields that it does not know are passed over, those with a default may be missing."""
     try:
+        if not path.is_file():  # a pipe would keep the reader waiting
+            return None
         record: _Record = _adapter(cast(Any, kind)).validate_json(path.read_bytes(), strict=True)
         return record
     except (OSError, ValidationError):  # ValidationError: of a power cut, or somebody else's

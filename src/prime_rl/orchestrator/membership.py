@@ -20,7 +20,7 @@ _OWN = ("optim", "scheduler", "loss")
 
 
 def prepare(config: "OrchestratorConfig") -> None:
-    """Check that the deployment can train this tenant, take its name, and give its key to this process's environment.
+    """Check that the deployment can train this tenant, claim its name, and export its key.
 
     With `clean` an earlier membership is ended first. Raises UserError.
     """
@@ -40,7 +40,7 @@ def prepare(config: "OrchestratorConfig") -> None:
         held = f"has {most} slots, taken by {', '.join(others)}"
         raise UserError(f"{deployment} {held}: wait for one of them to end, or raise trainer.tenants.slots there")
     key = os.environ.get(variable) or tenants.own_key(directory)
-    if (owner := tenants.names_by_key(deployment).get(tenants.key_hash(key), name)) != name:
+    if (owner := tenants.owner(key, tenants.key_hashes(deployment)) or name) != name:
         raise UserError(f"the key in ${variable} is that of the tenant {owner}: unset it, or give each its own")
     tenants.claim_name(directory, key)
     os.environ[variable] = key
@@ -53,7 +53,7 @@ def prepare(config: "OrchestratorConfig") -> None:
 
 
 async def join(config: "OrchestratorConfig", status: Status) -> None:
-    """Ask the trainer, and wait until it accepts. Raises UserError: it refuses, or does not answer."""
+    """Ask the trainer, and wait until it accepts. Raises UserError if it refuses or does not answer."""
     directory, seconds = config.output_dir, config.weights_timeout
     path, subject = status_path(directory, "trainer"), f"tenant {directory.name} to be accepted"
     before = read_record(ProcessStatus, path)

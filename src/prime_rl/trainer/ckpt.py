@@ -166,7 +166,8 @@ class Checkpoints:
 
     def will_need(self, version: int, async_level: int) -> bool:
         """Whether a checkpoint that is due then needs this version (`protocol.prunable`)."""
-        return any(self.due(step) == "checkpoint" for step in range(version, version + async_level + 1))
+        interval = None if self.config is None else self.config.interval
+        return interval is not None and -version % interval <= async_level
 
     def save(
         self, progress: Progress, kind: Kind = "checkpoint", dependencies_committed: Callable[[], bool] = lambda: True

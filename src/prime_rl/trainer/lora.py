@@ -39,8 +39,8 @@ Whole = Callable[[Tensor], Tensor]
 
 @dataclass
 class Slots:
-    """How many adapters each layer has, and which computes which rows: the one in slot `number` all of them, or where
-    they are `grouped`, as on GPUs, the one in slot n those from end[n - 1] to end[n]."""
+    """How many adapters each layer has, and which computes which rows: the one in slot `number` all of them, or if they
+    are `grouped`, as on a GPU with several slots, the one in slot n rows [end[n - 1], end[n])."""
 
     count: int = 1
     grouped: bool = False
@@ -48,8 +48,7 @@ class Slots:
     end_N: Tensor | None = None  # int32
 
     def assign(self, rows: Mapping[int, int], device: torch.device) -> None:
-        """Have the adapters in these slots compute so many rows each, in the order of the slots. One slot, unless they
-        are grouped."""
+        """Set how many rows each slot's adapter computes, ordered by slot. Ungrouped, one slot computes all of them."""
         if not self.grouped:
             (self.number,) = rows
             return
@@ -62,7 +61,7 @@ class _Adapter(nn.Module):
 
     scale: float
     dropout: float
-    merged: torch.dtype | None = None  # compute as an engine does that was given the sum of both in this type
+    merged: torch.dtype | None = None  # if set, compute with the sum of both rounded to this type, as an engine does
 
     def set_up(self, config: "LoRAConfig") -> None:
         self.scale, self.dropout = config.alpha / config.rank, config.dropout
@@ -75,7 +74,7 @@ class _Adapter(nn.Module):
         return weight.float() + self.scale * (b.float() @ a.float())
 
     def weights(self) -> Iterator[tuple[Tensor, Callable[[Tensor, Whole], Tensor]]]:
-        """Yield each weight with an adapter, and what sums it up once it is whole."""
+        """Yield each weight with an adapter, and a function that adds the adapter to it, given the gathered weight."""
         raise NotImplementedError
 
     def merged_weights(self) -> list[Tensor]:
@@ -284,7 +283,7 @@ def initialize(policy: nn.Module, world: World, seed: int) -> None:
         local, start = tensor.local(world)
         local.zero_()
         if tensor.name.endswith("lora_A.weight") and local.numel():
-            draw.manual_seed(seed * 1_000_003 + zlib.crc32(tensor.name.encode()))
+            draw.manual_seed((seed * 1_000_003 + zlib.crc32(tensor.name.encode())) % 2**63)
             full = torch.empty(tensor.shape).uniform_(-1, 1, generator=draw) / tensor.shape[-1] ** 0.5
             local.copy_(full[start : start + local.shape[0]])
 

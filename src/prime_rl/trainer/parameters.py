@@ -142,7 +142,7 @@ def randomize(policy: nn.Module, world: World, seed: int) -> None:
         if len(tensor.shape) < 2:
             local.fill_(0.0 if tensor.name.endswith("bias") else 1.0)
         elif local.numel():
-            generator.manual_seed(seed * 1_000_003 + zlib.crc32(tensor.name.encode()))
+            generator.manual_seed((seed * 1_000_003 + zlib.crc32(tensor.name.encode())) % 2**63)
             full = torch.randn(tensor.shape, device=world.device, generator=generator)
             local.copy_(full[start : start + local.shape[0]] * 0.02)
 

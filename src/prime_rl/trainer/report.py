@@ -102,7 +102,11 @@ class Report:
             log.setup(config.log.level, self._name, config.output_dir)
         self._status = self._status or Status(config.output_dir, self._name)
         if self.main and self._monitor is None:
-            self._monitor = Monitor(config.output_dir, self.process, config.monitor, config.model_dump(mode="json"))
+            try:
+                self._monitor = Monitor(config.output_dir, self.process, config.monitor, config.model_dump(mode="json"))
+            except UserError as error:  # as of W&B
+                self._status.done(f"failed: {error}")
+                raise
 
     def phase(self, text: str) -> None:
         if self._status is not None:

@@ -1,9 +1,9 @@
 """One trainer for many tenants: a frozen model, and for each tenant an adapter in a slot of its own.
 
-A tenant is a `Training` in its own run directory, with its own optimizer, schedule, loss, steps and checkpoints; what
-it shares is the model and the time. Its batches are packed as if it were alone, and its micro-batches are what takes
-turns: a GPU computes those of several tenants together, as many as `seq_len` allows, a CPU one after the other. Every
-tenant is updated as soon as its own batch is complete. What fails for one ends its membership and no other's.
+Each tenant is a `Training` in its own run directory, with its own optimizer, schedule, loss, steps and checkpoints.
+Tenants share the base model and compute time. Their batches are packed as if each were alone, and micro-batches are
+scheduled fairly: on a GPU those of several tenants run together, within `seq_len` tokens; on a CPU one at a time. A
+tenant is updated as soon as its own batch is complete. A failure ends the membership of the tenant that caused it.
 """
 
 import time
@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from prime_rl.trainer.packing import MicroBatch, pads_to, to_device
 from prime_rl.trainer.parallel import Moment, World, close_world, init_world, now, seconds
 from prime_rl.trainer.parameters import plain_name
 from prime_rl.trainer.report import Report, stop_signal
-from prime_rl.trainer.rl.train import make_recipe as recipe_of
+from prime_rl.trainer.rl.train import make_recipe
 from prime_rl.trainer.source import locate_model
 from prime_rl.trainer.training_loop import Training, make_policy, warm_up
 from prime_rl.transport import tenants
@@ -47,17 +48,15 @@ from prime_rl.wait import WaitTimeout, in_thread
 
 _LOOK_SECONDS = 0.2  # between two looks for tenants that join or leave
 _IDLE_SECONDS = 0.01  # between two looks for batches
-_SETTINGS = (
-    *("model", "max_steps", "async_level", "seed", "seq_len", "ckpt", "optim", "scheduler", "loss", "monitor"),
-)
+_SETTINGS = "model", "max_steps", "async_level", "seed", "seq_len", "ckpt", "optim", "scheduler", "loss", "monitor"
 
 
 class FairQueue:
-    """Whose micro-batch is next, by start-time fair queueing (Goyal, Vin and Cheng 1996).
+    """Choose the next tenant by start-time fair queueing (Goyal, Vin and Cheng 1996).
 
-    Tenants that always have something waiting are served in proportion to their weights; one that had nothing for a
-    while is next, but is not owed the time that it left to others. A tenant with a limit is paced. Costs are in any
-    unit, times in seconds of any clock.
+    Tenants that always have work get compute in proportion to their weights. One that was idle is next, but is not
+    compensated for the time that others used. A tenant with a limit is delayed. Costs are in any unit, times in seconds
+    of any clock.
     """
 
     def __init__(self, config: TenantsConfig) -> None:
@@ -67,26 +66,30 @@ class FairQueue:
         self._finish: dict[str, float] = {}
         self._not_before: dict[str, float] = {}
 
-    def next(self, waiting: Collection[str], time_now: float) -> str | None:
-        """Return whose turn it is; None if nobody may."""
+    def next(self, waiting: Collection[str], time_now: float, among: Collection[str] | None = None) -> str | None:
+        """Return the next of the tenants with work, and of those `among` them if given; None if there is none that is
+        not delayed."""
         self._start = {name: start for name, start in self._start.items() if name in waiting}
         for name in waiting:
             self._start.setdefault(name, max(self._virtual, self._finish.get(name, 0.0)))
-        allowed = [name for name in waiting if self._not_before.get(name, time_now) <= time_now]
+        allowed = [
+            name for name in (waiting if among is None else among) if self._not_before.get(name, time_now) <= time_now
+        ]
         return min(allowed, key=lambda name: (self._start[name], name), default=None)
 
     def charge(self, name: str, cost: float) -> None:
-        """A micro-batch of the tenant, which was `next`, is served."""
-        self._virtual = start = self._start.pop(name)
+        """Charge `cost` to the tenant that `next` returned."""
+        start = self._start.pop(name)
+        self._virtual = max(self._virtual, start)
         self._finish[name] = start + cost / self._weights.get(name, 1.0)
 
     def is_limited(self, name: str) -> bool:
         return self._limits.get(name, 1.0) < 1.0
 
     def pace(self, name: str, spent: float, time_now: float) -> None:
-        """Have a tenant with a limit wait after `spent` seconds, so that they are no larger a share of all."""
-        rested = max(self._not_before.get(name, 0.0), time_now - spent)
-        self._not_before[name] = rested + spent / self._limits.get(name, 1.0)
+        """Delay a tenant after `spent` seconds of compute, so that its share of all time stays within its limit."""
+        earliest = max(self._not_before.get(name, 0.0), time_now - spent)
+        self._not_before[name] = earliest + spent / self._limits.get(name, 1.0)
 
 
 class SlotPolicy(Policy):
@@ -95,7 +98,7 @@ class SlotPolicy(Policy):
     lm: Any
 
     def __init__(self, policy: Policy, slot: int) -> None:
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # not Policy's, which would take over the model's modules
         self._shared = [policy]  # in a list, so that it is no submodule
         self.slot, self.lm = slot, nn.Module()
         self.units, self.sparse, self.frees_weights = policy.units, policy.sparse, policy.frees_weights
@@ -130,15 +133,20 @@ class TenantTraining:
     sums: Tensor | None = None  # of those that are computed
     begun: Moment | None = None  # when the device began the first of them
     queued: float = 0.0  # seconds until then, since the batch could be read
-    cost: float = 0.0  # of all micro-batches since the last update, and of all tenants' until then
-    total_before: float = 0.0
+    cost: float = 0.0  # of its own micro-batches since the last update
+    total_before: float = 0.0  # cost of all tenants' micro-batches at that update
+    leaves: bool = False  # it is to be saved and closed as soon as nothing of it is being written
 
 
-Part = tuple[TenantTraining, MicroBatch]
+TenantBatch = tuple[TenantTraining, MicroBatch]
 
 
 class SharedTrainer:
-    """The tenants of a deployment, and the turns that they take."""
+    """Admit tenants, schedule their micro-batches, update their adapters.
+
+    A membership ends by `_end`, where everything is saved, or by `_dismiss` with the error; both close the training in
+    a thread. `_free_slots` takes the slot back afterwards and has the tenant leave.
+    """
 
     def __init__(self, config: TrainerConfig, world: World, report: Report) -> None:
         assert config.tenants is not None
@@ -146,13 +154,14 @@ class SharedTrainer:
         report.phase("loading the model")
         self.source = locate_model(config.model, world, random_weights=False)
         report.phase("building the model")
-        recipe = recipe_of(config)
+        recipe = make_recipe(config)
         self.policy = make_policy(config, recipe, self.source, world, self.slots)
         if self.policy.slots.grouped and config.lora is not None and config.lora.rank % GROUPED_RANKS:
             raise UserError(f"lora.rank: tenants on a GPU need a multiple of {GROUPED_RANKS}, not {config.lora.rank}")
         self.costs = perf.step_costs(self.policy.lm, self.source.config)
         self.queue, self.tenants, self.total = FairQueue(config.tenants), dict[str, TenantTraining](), 0.0
         self.leaving: dict[str, tuple[TenantTraining, Future[None]]] = {}  # until their slots are free
+        self.ended: dict[str, Join] = {}  # last request of each that was refused or has ended
         if self.policy.compiled:
             report.phase("compiling")
             vocabulary = self.source.config.get_text_config().vocab_size
@@ -160,47 +169,58 @@ class SharedTrainer:
             self.policy.zero_grad(set_to_none=True)
 
     def run(self, stop: Callable[[], bool]) -> None:
-        """Train whoever joins, until asked to stop."""
+        """Train all tenants that join, until asked to stop."""
         looked = 0.0
         while not stop():  # bounded: until the process is stopped, as a server
             if time.monotonic() - looked > _LOOK_SECONDS:
                 self._follow_joins()
                 looked = time.monotonic()
             for tenant in [*self.tenants.values()]:
-                self._guarded(tenant, self._advance)
-            if not self._train(self._choose()):
+                self._guarded([tenant], partial(self._advance, tenant))
+            if parts := self._choose():
+                self._guarded([tenant for tenant, _ in parts], partial(self._train, parts))
+            else:
                 time.sleep(_IDLE_SECONDS)  # bounded: a moment
         for tenant in [*self.tenants.values()]:
-            self._guarded(tenant, self._end)
-        closed = [closed for _, closed in self.leaving.values()]
-        wait_for_futures(closed, timeout=self.config.dist_timeout)
+            self._guarded([tenant], partial(self._end, tenant))
+        wait_for_futures([closed for _, closed in self.leaving.values()], timeout=self.config.dist_timeout)
         self._free_slots()
+        if self.leaving:
+            raise UserError(f"not saved within {self.config.dist_timeout:.0f} s: {', '.join(self.leaving)}")
 
     # ---- who is a member
 
     def _follow_joins(self) -> None:
         self._free_slots()
-        joins = tenants.joins(self.config.output_dir)
+        try:
+            joins = tenants.joins(self.config.output_dir)
+            left = {name for name in self.tenants if not tenants.has_joined(self._directory(name))}
+        except OSError as error:  # a file system that is away for a moment ends no membership
+            logger.warning("tenants cannot be listed: {}", error)
+            return
         for tenant in [*self.tenants.values()]:
-            join = joins.get(tenant.name)
-            if join is None or (join != tenant.join and join.settings != tenant.join.settings):
-                self._guarded(tenant, self._end)  # one that asks for something else joins anew
-            elif join != tenant.join:
+            join = joins.get(tenant.name, tenant.join)
+            if tenant.name in left or join.settings != tenant.join.settings:
+                tenant.leaves = True  # with changed settings it is admitted again after that
+                tenant.micro_batches.clear()
+            else:
                 tenant.join = join
         for name, join in joins.items():
-            if name not in self.tenants and name not in self.leaving:
+            if name not in self.tenants and name not in self.leaving and self.ended.get(name) != join:
                 self._admit(name, join)
         self.report.phase(f"training {', '.join(self.tenants)}" if self.tenants else "no tenants")
-        self.report.status.progress()  # none of its own: it goes on with whatever comes
+        self.report.status.progress()  # an idle trainer is not stalled
 
     def _admit(self, name: str, join: Join) -> None:
-        directory = tenant_dir(self.config.output_dir, name)
+        directory = self._directory(name)
         holders = [*self.tenants.values(), *(tenant for tenant, _ in self.leaving.values())]
         taken = {tenant.policy.slot for tenant in holders}
         free = [slot for slot in range(self.slots) if slot not in taken]
         exit_stack = ExitStack()
         try:
             (directory / "status").mkdir(exist_ok=True)  # for the answer
+            if links := [path for path in (directory, *directory.iterdir()) if path.is_symlink()]:
+                raise UserError(f"{links[0]} is a link, which may lead to another tenant's files: remove it")
             if not free:
                 raise UserError(f"all {self.slots} slots are taken, by {', '.join(self.tenants)}")
             config = tenant_config(self.config, directory, join.settings)
@@ -208,7 +228,7 @@ class SharedTrainer:
             before = read_status(directory).get("trainer")
             report = Report(config, "trainer", self.world, recover=True, tenant=name)
             exit_stack.push(report.end)
-            training = Training(config, recipe_of(config), self.world, report, exit_stack)
+            training = Training(config, make_recipe(config), self.world, report, exit_stack)
             if training.choose(None if before is None else before.outcome):
                 exit_stack.close()
                 return self._leave(name, join)
@@ -222,7 +242,8 @@ class SharedTrainer:
         except Exception as error:  # noqa: BLE001 - as in `_guarded`
             logger.warning("{} cannot join: {}", name, one_line(error))
             exit_stack.__exit__(type(error), error, None)
-            status_path(directory, "trainer").unlink(missing_ok=True)  # of an earlier membership
+            with suppress(OSError):
+                status_path(directory, "trainer").unlink(missing_ok=True)  # of an earlier membership
             say_for(directory, "trainer", f"failed: {one_line(error)}")
             return self._leave(name, join)
         except BaseException:
@@ -233,8 +254,13 @@ class SharedTrainer:
 
     def _leave(self, name: str, join: Join) -> None:
         """End a membership, unless it was asked for anew meanwhile."""
-        if tenants.joins(self.config.output_dir).get(name) == join:
-            tenants.leave(tenant_dir(self.config.output_dir, name))
+        self.ended[name] = join  # also where its file cannot be removed
+        with suppress(OSError):
+            if tenants.joins(self.config.output_dir).get(name) == join:
+                tenants.leave(self._directory(name))
+
+    def _directory(self, name: str) -> Path:
+        return tenant_dir(self.config.output_dir, name)
 
     def _end(self, tenant: TenantTraining) -> None:
         """Save what a tenant has and free its slot."""
@@ -259,7 +285,7 @@ class SharedTrainer:
         self.leaving[tenant.name] = tenant, in_thread(close, f"end of {tenant.name}")
 
     def _free_slots(self) -> None:
-        """Take back the slots of tenants whose end has come."""
+        """Free the slots of tenants whose training is closed."""
         for name, (tenant, closed) in [*self.leaving.items()]:
             if closed.done():
                 del self.leaving[name]
@@ -269,16 +295,17 @@ class SharedTrainer:
                         parameter.grad = None
                 self._leave(name, tenant.join)
 
-    def _guarded(self, tenant: TenantTraining, action: Callable[[TenantTraining], None]) -> None:
-        """Do something for a tenant; whatever its files or settings make that raise ends its membership alone."""
+    def _guarded(self, those: Sequence[TenantTraining], action: Callable[[], object]) -> None:
+        """Do something for tenants; whatever their files or settings make that raise ends their memberships alone."""
         try:
-            action(tenant)
+            action()
         except torch.AcceleratorError:  # the device is lost, for all
             raise
         except Exception as error:  # noqa: BLE001 - see above
             expected = isinstance(error, UserError | CommitError | OSError)
-            logger.opt(exception=None if expected else error).error("{} ends: {}", tenant.name, one_line(error))
-            self._dismiss(tenant, error if isinstance(error, UserError) else UserError(one_line(error)))
+            for tenant in those:
+                logger.opt(exception=None if expected else error).error("{} ends: {}", tenant.name, one_line(error))
+                self._dismiss(tenant, error if isinstance(error, UserError) else UserError(one_line(error)))
 
     # ---- steps
 
@@ -287,8 +314,10 @@ class SharedTrainer:
         tenant whose last version or checkpoint is still written waits itself."""
         training = tenant.training
         idle = training.versions.idle and training.checkpoints.idle
+        if tenant.leaves:
+            return self._end(tenant) if idle else None
         if tenant.micro_batches or (not idle and (tenant.sums is not None or training.done)):
-            return
+            return None
         if tenant.sums is not None:
             assert tenant.begun is not None
             share = tenant.cost / max(self.total - tenant.total_before, tenant.cost)
@@ -296,7 +325,7 @@ class SharedTrainer:
             tenant.sums, tenant.begun, tenant.cost, tenant.total_before = None, None, 0.0, self.total
             tenant.waiting_since = time.perf_counter()
             self.report.status.progress()
-            return
+            return None
         if idle:
             training.versions.settle()
         training.checkpoints.poll(training.step)
@@ -310,26 +339,24 @@ class SharedTrainer:
             training.report.status.waiting(subject, "orchestrator", timeout)
             if waited > timeout:
                 raise WaitTimeout(subject, "orchestrator", timeout)
-            return
+            return None
         training.waited = waited
         tenant.micro_batches.extend(training.read().batches)
         training.report.phase("queued for the trainer")
         tenant.queued, tenant.waiting_since = 0.0, time.perf_counter()
+        return None
 
-    def _choose(self) -> list[Part]:
+    def _choose(self) -> list[TenantBatch]:
         """Take the micro-batches that are computed next: on a GPU as many as there is room for, else one."""
-        multiple_of, parts = pads_to(self.world.device), list[Part]()
+        multiple_of, parts = pads_to(self.world.device), list[TenantBatch]()
         room = -(-self.config.seq_len // multiple_of) * multiple_of
-        while True:  # bounded: by the room
-            fitting = {
-                name: tenant
-                for name, tenant in self.tenants.items()
-                if tenant.micro_batches and len(tenant.micro_batches[0].input_ids) <= room
-            }
-            name = self.queue.next(fitting, time.monotonic())
-            if name is None or (parts and not self.policy.slots.grouped):
+        while not parts or self.policy.slots.grouped:  # bounded: by the room
+            waiting = {name: tenant.micro_batches[0] for name, tenant in self.tenants.items() if tenant.micro_batches}
+            fitting = [name for name, batch in waiting.items() if len(batch.input_ids) <= room]
+            name = self.queue.next(waiting, time.monotonic(), fitting)
+            if name is None:
                 break
-            tenant = fitting[name]
+            tenant = self.tenants[name]
             batch = tenant.micro_batches.popleft()
             cost = float(self.costs.of((batch.boundaries[1:] - batch.boundaries[:-1]).astype("int64")).sum())
             self.queue.charge(name, cost)
@@ -337,10 +364,8 @@ class SharedTrainer:
             parts.append((tenant, batch))
         return sorted(parts, key=lambda part: part[0].policy.slot)
 
-    def _train(self, parts: Sequence[Part]) -> bool:
-        """Compute the gradients of micro-batches, and add up their metrics. Returns whether there were any."""
-        if not parts:
-            return False
+    def _train(self, parts: Sequence[TenantBatch]) -> None:
+        """Compute the gradients of micro-batches, and add up their metrics."""
         begun, at = now(self.world.device), time.perf_counter()
         for (tenant, _), sums in zip(parts, self._gradients(parts), strict=True):
             if tenant.begun is None:
@@ -353,13 +378,13 @@ class SharedTrainer:
             spent = seconds(begun, now(self.world.device)) / sum(len(batch.input_ids) for _, batch in parts)
             for name, size in sizes.items():
                 self.queue.pace(name, spent * size, time.monotonic())
-        return True
 
-    def _gradients(self, parts: Sequence[Part]) -> list[Tensor]:
+    def _gradients(self, parts: Sequence[TenantBatch]) -> list[Tensor]:
         """Add the gradients of micro-batches to those of their tenants' adapters; return the metric sums of each."""
         policy, device = self.policy, self.world.device
         for unit in policy.units:
-            unit.set_reshard_after_backward(True, recurse=False)  # an update may come before the next ones
+            # Gathered copies must not outlive an update, which may come before the next micro-batches.
+            unit.set_reshard_after_backward(True, recurse=False)
         batches = [(to_device(batch, device), tenant.training.recipe.loss) for tenant, batch in parts]
         if not policy.slots.grouped:
             outcomes = []
@@ -397,7 +422,7 @@ def tenant_config(config: TrainerConfig, directory: Path, settings: dict[str, An
     if own.get("seq_len", 0) > config.seq_len:
         raise UserError(f"seq_len {own['seq_len']} exceeds the trainer's, {config.seq_len}")
     if own.get("ckpt"):
-        own["ckpt"] |= {"output_dir": None, "resume_step": None}
+        own["ckpt"] |= {"output_dir": None, "resume_step": None, "save_async": True}
     if wandb := own.get("monitor", {}).get("wandb"):
         wandb.pop("dir", None)
     if own.get("loss", {}).get("type") == "custom":

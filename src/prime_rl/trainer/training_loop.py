@@ -67,9 +67,10 @@ class Recipe:
 class Training:
     """The training of one policy in a run directory: its data, optimizer, checkpoints, versions and metrics.
 
-    Every rank calls every method, at the same point of the run. Made in the order that failures ask for: `choose`, what
-    the model needs, `data`, `begin`; then for each step `wait`, `read` and, with the gradients, `update`; `finish`.
-    Resources are registered on `exit_stack`. Raises UserError, on every rank, for what the user can mend.
+    Call in this order: `choose`, `open_data`, `begin`; for each step `wait` (of a tenant `SharedTrainer._advance`),
+    `read` and, once the gradients are there, `update`; `commit_last`, `finish`. Every rank calls every method, at the
+    same point of the run. Resources are registered on `exit_stack`. Raises UserError, on every rank, for what the user
+    can mend.
     """
 
     policy: Policy
@@ -114,11 +115,11 @@ class Training:
 
         serve = None if lora is None else lora.serve
         computed = compute_dtype(config.model.dtype, world.device)
-        # What is small is exported as it is computed with
+        # Adapters are small: they are exported in the type that is computed in
         adapts = serve == "adapter" and config.weights.dtype == "auto"
         exported = computed if adapts else export_dtype(config.weights.dtype, source)
         vocabulary, served = source.config.get_text_config().vocab_size, recipe.served
-        # Else nobody reads the scores
+        # Only servers are checked against reference scores
         scorer = ReferenceScorer(policy, world, vocabulary, computed, exported, serve) if served is not None else None
         self.versions = WeightPublisher(
             config.output_dir,
@@ -143,8 +144,8 @@ class Training:
             self.checkpoints.begin(self.versions, self.start)
         self.report.status.ready()  # a restart may help against what fails from here on
         self.report.text(f"ready on {world.size} × {world.device.type}, starting at step {self.start}")
-        names = partial(routing.step_metrics, policy.sparse, recipe.names)
-        self.rows, self._names = MetricRows(self.report, world.device), names
+        self.rows = MetricRows(self.report, world.device)
+        self._names = partial(routing.step_metrics, policy.sparse, recipe.names)
         self.exit_stack.push(self.rows.end)
 
     @property
@@ -235,7 +236,8 @@ class Training:
                 self.versions.ensure(self.step, durable=True)
 
     def finish(self) -> None:
-        """Save the last state; say that the run is finished, or stopped before its last step. Nothing is computed."""
+        """Save the last state; say that the run is finished, or stopped before its last step. Computes nothing, so that
+        of a single rank a thread may call it."""
         stopped, written = not self.done, ""  # on every rank, whichever was asked
         if not self.config.bench:
             self.checkpoints.finish(self.progress, stopped)

@@ -1,8 +1,9 @@
 """Tenants: orchestrators that share one trainer and its servers, each with an adapter and a run directory of its own.
 
 A *deployment* is the run of such a trainer. A tenant's run directory, `tenants/NAME` of the deployment's, is like any
-other run's, with two more files:
+other run's, with three more files:
 
+    key           the tenant's key, unless it is given by a variable; only its user may read it
     tenant.json   whose it is: the hash of the key that the first orchestrator of this name joined with
     join.json     the tenant is, or asks to be, a member: what it wants to be trained with. The orchestrator commits it
                   to join and removes it to leave; the trainer removes it where membership ends
@@ -14,7 +15,7 @@ why it is none. The servers know tenants by their keys: a request with one means
 import hashlib
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,8 +48,9 @@ def tenant_dir(deployment: Path, name: str) -> Path:
     return deployment / "tenants" / name
 
 
-def key_hash(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
+def key_hash(name: str, key: str) -> str:
+    """Return the hash by which the tenant of this name is known: a copy of its file makes nobody else the tenant."""
+    return hashlib.sha256(f"{name}:{key}".encode()).hexdigest()
 
 
 def own_key(directory: Path) -> str:
@@ -61,19 +63,20 @@ def own_key(directory: Path) -> str:
     except FileNotFoundError:
         pass
     directory.mkdir(parents=True, exist_ok=True)
-    key = secrets.token_urlsafe(32)
-    path.touch(mode=0o600)
-    path.write_text(key)
+    key, temporary = secrets.token_urlsafe(32), directory / f".key.tmp-{secrets.token_hex(4)}"
+    temporary.touch(mode=0o600)
+    temporary.write_text(key)
+    temporary.rename(path)
     return key
 
 
 def claim_name(directory: Path, key: str) -> None:
     """Make the tenant in `directory` the key's. Raises UserError if it is another key's."""
-    owner = read_record(TenantKey, directory / _OWNER)
-    if owner is None:
+    known = read_record(TenantKey, directory / _OWNER)
+    if known is None:
         directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(directory / _OWNER, json.dumps(asdict(TenantKey(key_hash(key)))).encode())
-    elif owner.key_hash != key_hash(key):
+        write_atomically(directory / _OWNER, json.dumps(asdict(TenantKey(key_hash(directory.name, key)))).encode())
+    elif known.key_hash != key_hash(directory.name, key):
         raise UserError(_TAKEN.format(directory.name))
 
 
@@ -88,19 +91,28 @@ def leave(directory: Path) -> None:
     (directory / _JOIN).unlink(missing_ok=True)
 
 
+def has_joined(directory: Path) -> bool:
+    """Whether a tenant is a member or asks to be, readable or not. Raises OSError if that cannot be seen."""
+    return (directory / _JOIN).exists()
+
+
 def joins(deployment: Path) -> dict[str, Join]:
     """Return the tenants that are members or ask to be, by name."""
     return dict(_records(deployment, Join, _JOIN))
 
 
-def names_by_key(deployment: Path) -> dict[str, str]:
-    """Return the names of all tenants that there have been, by the hash of their keys."""
-    return {owner.key_hash: name for name, owner in _records(deployment, TenantKey, _OWNER)}
+def key_hashes(deployment: Path) -> dict[str, str]:
+    """Return the `key_hash` of every tenant, member or not, by name."""
+    return {name: entry.key_hash for name, entry in _records(deployment, TenantKey, _OWNER)}
+
+
+def owner(key: str, hashes: Mapping[str, str]) -> str | None:
+    """Return the tenant that a key is of, among the `key_hashes`."""
+    return next((name for name, known in hashes.items() if known == key_hash(name, key)), None)
 
 
 def _records(deployment: Path, kind: type[_Record], file: str) -> Iterator[tuple[str, _Record]]:
     """Yield the tenants that have this file, with what it says; others are passed over, as damaged files are."""
     for path in sorted((deployment / "tenants").glob(f"*/{file}")):
-        # Nothing that a tenant may have put there keeps the others waiting, as a pipe would.
-        if path.is_file() and (record := read_record(kind, path)) is not None:
+        if (record := read_record(kind, path)) is not None:
             yield path.parent.name, record

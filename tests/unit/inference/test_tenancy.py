@@ -1,6 +1,7 @@
 """Whose a request is, and when it is answered, by the middleware alone (in vLLM: integration/test_tenants_server)."""
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from prime_rl.inference.compat import AdapterNames
 from prime_rl.inference.fair_share import FairShare
 from prime_rl.inference.middleware import Guard
-from prime_rl.inference.tenancy import Tenancy, asking
+from prime_rl.inference.tenancy import Tenancy, current_tenant
 from prime_rl.inference.version_files import Rejected
 from prime_rl.transport.tenants import ask_to_join, claim_name, leave, own_key, tenant_dir
 
@@ -50,7 +51,7 @@ class Server:
         if self.keys and scope["path"].startswith("/v1/"):  # as vLLM asks for
             assert dict(scope["headers"])[b"authorization"] == f"Bearer {self.keys[0]}".encode()
         body = (await receive())["body"]
-        self.entered.append(asking())
+        self.entered.append(current_tenant())
         await self.gate.wait()
         (adapter,) = {self.adapters[name].lora_name if name in self.adapters else "no" for name in NAMES}
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -98,8 +99,13 @@ async def test_keys_are_for_their_routes(tmp_path: Path, keys: tuple[str, ...]) 
         assert not keys or (await server.post("admin", path))[0] == (403 if "weights" in path else 200), path
     for path in ("/pause", "/resume", "/leave", "/metrics", "/docs"):
         assert (await server.post(a, path))[0] == 403, path
-        assert (await server.post("".join(keys), path)) == (200, " by no adapter"), path
+        closed = not keys and path in ("/pause", "/resume", "/leave")
+        assert (await server.post("".join(keys), path))[0] == (403 if closed else 200), path
     assert ((await server.post(a, "/v1/load_lora_adapter"))[0], (await server.post("", "/health"))[0]) == (404, 200)
+    thief = tenant_dir(tmp_path, "0")
+    shutil.copytree(tenant_dir(tmp_path, "a"), thief)
+    server.tenancy._hashes.clear()
+    assert await server.post(a, body="x") == (200, "x by a's adapter"), "whoever has a copy of its files"
     assert "b's" not in server.adapters
     assert list(server.adapters.values()) == []
 

@@ -30,7 +30,7 @@ from support import trainer as support
 
 world, tied_model, run_training = support.world, support.tied_model, support.run_training
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8}
-ALICE: dict[str, Any] = {"max_steps": 4, "seed": 1, "optim": {"type": "adamw", "lr": 1e-3}}
+ALICE: dict[str, Any] = {"max_steps": 4, "seed": 2**62, "optim": {"type": "adamw", "lr": 1e-3}}
 BOB: dict[str, Any] = {"max_steps": 3, "seed": 2, "seq_len": 64, "loss": {"type": "grpo"}, "async_level": 0}
 
 
@@ -132,18 +132,26 @@ def test_a_tenant_trains_as_if_alone(alone, deploy):
 def test_what_fails_for_one_reaches_no_other(alone, deploy):
     """Contract: NaN, a damaged batch, a failing disk or settings that cannot be end one membership, with the reason."""
     want = alone(BOB)
-    one = deploy(tenants={"slots": 5})
+    one = deploy(tenants={"slots": 6})
     bob = one.join("bob", BOB)
     damaged, full = (one.join(name, ALICE) for name in ("damaged", "full"))
     one.join("nan", ALICE | {"optim": {"lr": 1e38}})
-    one.join("odd", ALICE | {"ckpt": 5})
+    one.join("odd", ALICE | {"ckpt": 5, "seed": 2**62})
+    (one.join("thief", ALICE) / "weights").symlink_to(bob / "weights")
     one.join("wrong", ALICE | {"scheduler": {"type": "cosine", "warmup_steps": 9}})
     (damaged / "rollouts" / "step_1" / "samples.arrow").write_bytes(b"x")
     (full / "metrics").write_text("no directory")
     outcomes = one.run_to_the_end()
     assert outcomes.pop("bob") == "finished"
     assert support.hashes(bob) == want
-    reasons = {"nan": "finite", "damaged": "samples.arrow", "full": "metrics", "wrong": "warmup", "odd": ""}
+    reasons = {
+        "nan": "finite",
+        "damaged": "samples.arrow",
+        "full": "metrics",
+        "wrong": "warmup",
+        "odd": "",
+        "thief": "is a link",
+    }
     for name, reason in reasons.items():
         assert str(outcomes[name]).startswith("failed: "), name
         assert reason in str(outcomes[name]), name
@@ -251,6 +259,7 @@ def test_turns_are_fair(costs, heavy):
         turns.append(queue.next(["a", "b", "c"], 0.0))
         queue.charge(turns[-1], cost)
     assert "c" in turns[:3]
+    assert queue.next(["a", "b"], 0.0, ["b"]) == "b", "whose micro-batch fits"
 
     paced = FairQueue(TenantsConfig(limits={"a": 0.25}))
     assert paced.next(["a"], 10.0) == "a"
