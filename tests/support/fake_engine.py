@@ -262,10 +262,9 @@ class PolicyEngine(FakeEngine):
         self._served |= {"version": version, "hash": manifest.hash, "weight_dir": str(directory)}
         if faults.point(f"update-loaded:v{version}") == "error":
             return _error(500, "scripted failure")
-        answer = web.json_response({"version": version, "hash": manifest.hash})
         if faults.point(f"update-answered:v{version}") == "error":
             return _error(500, "scripted failure")
-        return answer
+        return web.json_response(self._served)
 
     def _receive(self, manifest: WeightsManifest) -> str | None:
         """As the real one does. Returns why it was not given, if it was not."""
@@ -286,7 +285,7 @@ class PolicyEngine(FakeEngine):
 
     async def _reload(self, request: web.Request) -> web.Response:
         self._served = dict(self._base)
-        return web.json_response({"version": 0, "hash": self._base["hash"]})
+        return web.json_response(self._served)
 
     async def _generate(self, request: web.Request) -> web.Response:
         if "prompt_logprobs" in (await request.json())["sampling_params"]:

@@ -147,12 +147,16 @@ class InferenceClient:
             ServerError: it does not answer, or a load that failed has left it without weights.
             UserError: the server is not ours (it has no such route), or refuses the key.
         """
-        body = await self._call("GET", "/weights", timeout=min(_VERIFY_TIMEOUT_SECONDS, self._config.timeout))
+        return await self._ask("GET", "/weights", timeout=min(_VERIFY_TIMEOUT_SECONDS, self._config.timeout))
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, **options: Any) -> Served:
+        """Call one of the routes that answer with what is served. Raises as `served`."""
+        answer = await self._call(method, path, body, **options)
         try:
-            return _SERVED.validate_python(body)
+            return _SERVED.validate_python(answer)
         except ValidationError as error:
             hint = "is this server started with `inference`?"
-            raise UserError(f"{self.root}/weights does not say what is served: {hint}") from error
+            raise UserError(f"{self.root}{path} does not say what is served: {hint}") from error
 
     async def update(self, weights: WeightsManifest) -> Served:
         """Have the server load a committed version and verify it: by what it reports to serve, and by what it computes.
@@ -172,8 +176,7 @@ class InferenceClient:
     async def load_weights(self, weights: WeightsManifest) -> Served:
         """Have the server load a committed version and say what it serves. Raises as `update`, without its check."""
         body = {"weight_dir": str(weights.directory.resolve()), "version": weights.version}
-        answer = await self._call("POST", "/update_weights", body)
-        served = replace(await self.served(), seconds=answer.get("seconds", {}))
+        served = await self._ask("POST", "/update_weights", body)
         if not served.holds(weights):
             raise UserError(
                 f"the server at {self.root} was given version {weights.version} ({weights.hash[:12]}) and says it "
@@ -184,8 +187,7 @@ class InferenceClient:
 
     async def reload(self) -> Served:
         """Have the server load its base weights again and say so. Raises as `load_weights`."""
-        await self._call("POST", "/reload_weights")
-        served = await self.served()
+        served = await self._ask("POST", "/reload_weights")
         if served.version != 0:
             raise UserError(f"{self.root} was to load its base weights, and says it serves version {served.version}")
         return served

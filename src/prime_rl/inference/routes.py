@@ -1,6 +1,7 @@
 """Our routes, as a vLLM endpoint plugin: vLLM's own server loads it in the process that answers HTTP.
 
-    POST /update_weights {"weight_dir", "version"} -> {"version", "hash", "seconds", "place"}; POST /reload_weights too
+    POST /update_weights {"weight_dir", "version"} -> {"seconds", "place"} and what GET /weights would say, as the
+        workers report it after the load; POST /reload_weights too
     GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "loads", "engines", "leaving"}, and of a tenant
         {"engine_share", "waiting"}: its part of the engine over the last minutes, and its requests that wait for it
     POST /pause -> {"paused"}, POST /resume likewise: requests in flight are kept; an update pauses by itself
@@ -27,7 +28,6 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
 
@@ -100,23 +100,28 @@ router = APIRouter(dependencies=[Depends(limit_body)])
 
 
 @router.post("/update_weights")
-async def update_weights(service: Service, body: UpdateBody) -> dict[str, Any]:
+async def update_weights(request: Request, service: Service, body: UpdateBody) -> dict[str, Any]:
     change = await service.update(body.weight_dir, body.version)
     if faults.point(f"update-answered:v{body.version}") == "error":
         raise Rejected(500, "fault injection")
-    return asdict(change)
+    return _answer(request, service, change.served, seconds=change.seconds, place=change.place)
 
 
 @router.post("/reload_weights")
-async def reload_weights(service: Service) -> dict[str, Any]:
-    return asdict(await service.reload())
+async def reload_weights(request: Request, service: Service) -> dict[str, Any]:
+    change = await service.reload()
+    return _answer(request, service, change.served, seconds=change.seconds, place=change.place)
 
 
 @router.get("/weights")
 async def weights(request: Request, service: Service) -> dict[str, Any]:
+    return _answer(request, service, await service.served())
+
+
+def _answer(request: Request, service: WeightService, served: dict[str, Any], **more: Any) -> dict[str, Any]:
     state, name = request.app.state, current_tenant()
-    more = {"engines": service.engines, "leaving": state.prime_leaving, "models": state.prime_models}
-    return await service.served() | more | ({} if name is None else state.prime_tenancy.numbers(name))
+    more |= {"engines": service.engines, "leaving": state.prime_leaving, "models": state.prime_models}
+    return served | more | ({} if name is None else state.prime_tenancy.numbers(name))
 
 
 @router.post("/pause")

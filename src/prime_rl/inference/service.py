@@ -8,6 +8,7 @@ import asyncio
 import secrets
 import socket
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ PAUSE_SECONDS = 120.0  # for the engine to stop at the end of a step, or to resu
 ANSWER_SECONDS = 10.0  # for a call that only asks
 POLL_SECONDS = 0.01  # between two calls that ask for the progress of staging
 FIRST_STAGING_SECONDS = 0.05  # expected before the first version
+INLINE_SECONDS = 0.01  # a version whose staging takes less is staged by its load, which waits at most 5 times as long
 EXCHANGE_FAILED = 424  # HTTP's "failed dependency": the exchange with the trainer failed; a retry may succeed
 _PREFERENCE = ("device", "host", "nowhere")  # where workers keep a staged version, the best first
 
@@ -45,10 +47,10 @@ _PREFERENCE = ("device", "host", "nowhere")  # where workers keep a staged versi
 class WeightUpdate:
     """A change of weights: what is served after it, and what it took."""
 
-    version: int = 0
-    hash: str = ""
-    # Of `check` (of the manifest), `stage` (beside generation), `pause`, and within it `stop` and `load`.
-    seconds: dict[str, float] = field(default_factory=dict)
+    served: dict[str, Any] = field(default_factory=dict)  # as `WeightService.served` returns it
+    # Of `check` (of the manifest), `stage` (beside generation, with waits for the end of the engine's step), `pause`
+    # (nothing is generated), and within it `stop` and `load` (with the staging of a version that is staged there).
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     place: str = "nowhere"  # where the workers kept the staged version: device, host, nowhere; of several the worst
 
     @contextmanager
@@ -58,7 +60,7 @@ class WeightUpdate:
         try:
             yield
         finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
+            self.seconds[phase] += time.perf_counter() - began
 
 
 class ServedBase:
@@ -108,7 +110,8 @@ class WeightService:
         self.number, self._shared = number or ADAPTER, number is not None
         self._status = status
         self._stage_options = servers_on_host, on_device
-        self._least_staging: float | None = None  # seconds, of all versions until now
+        self._least_staging: float | None = None  # seconds, of the versions since one that no load could wait for
+        self._inline = False  # by one rank, which stages the next version when it loads it, if there is no pause
         self._lock = asyncio.Lock()  # bounded: `_run_exclusively` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
         self._boot, self._loads = secrets.token_hex(8), 0
@@ -150,6 +153,10 @@ class WeightService:
             raise Rejected(503, self._resume_error)
         async with _engine_call("say what it serves", ANSWER_SECONDS):
             answers = await self._engine.collective_rpc("prime_served", args=(self.number,))
+        return await self._describe(answers)
+
+    async def _describe(self, answers: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """As `served` returns it, from the workers' answers. Rejected (500) if these disagree."""
         if any(answer != answers[0] for answer in answers):
             raise Rejected(500, f"the workers serve different weights: {answers}")
         identity = answers[0] or {"version": 0, "hash": version_hash(await self._base.hashes()), "weight_dir": None}
@@ -205,9 +212,13 @@ class WeightService:
             identity["adapter"] = manifest.adapter.config
             shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
             self._in_place, self._shapes = self._in_place and shapes == self._shapes, shapes
+        answers: list[dict[str, Any]] = []
         try:
-            await self._stage(manifest, change)
-            await self._swap(directory, identity, change)
+            if self._inline and self._in_place:
+                answers = await self._swap(directory, identity, change, (*self._stage_options, 5 * INLINE_SECONDS))
+            await self._stage(manifest, change, answers)
+            if not answers or answers[0]["state"] != "loaded":
+                await self._swap(directory, identity, change)
         except BaseException:  # a load that succeeds frees what was staged
             try:
                 async with _engine_call("free the memory of a staged version", ANSWER_SECONDS):
@@ -227,15 +238,19 @@ class WeightService:
         identity = {"version": 0, "hash": version_hash(expected), "weight_dir": weight_dir}
         await self._swap(directory, identity, change)
 
-    async def _stage(self, manifest: WeightsManifest, change: WeightUpdate) -> None:
-        """Have every worker stage the version while generation goes on."""
+    async def _stage(self, manifest: WeightsManifest, change: WeightUpdate, answers: list[dict[str, Any]]) -> None:
+        """Have every worker stage the version while generation goes on. `answers`: of a load that was to do so."""
         directory, publisher = manifest.directory, manifest.publisher
         silence = STALL_SECONDS if publisher is None else LOAD_SECONDS  # an exchange has deadlines of its own
         with change.measure("stage"):
             async with _engine_call(f"read {directory}", LOAD_SECONDS):
                 since = time.perf_counter()
-                args = self.number, str(directory), manifest.hash, *self._stage_options
-                answers = progress = await self._engine.collective_rpc("prime_stage", args=args)
+                if not answers:
+                    args = self.number, str(directory), manifest.hash, *self._stage_options
+                    answers = await self._engine.collective_rpc("prime_stage", args=args)
+                elif answers[0]["state"] == "reading":
+                    self._least_staging, self._inline = None, False
+                progress = answers
                 # Each call costs the engine a step, since it cannot schedule ahead: none before it may be ready.
                 expected = FIRST_STAGING_SECONDS if self._least_staging is None else self._least_staging
                 pause = max(min(1.25 * expected, expected + FIRST_STAGING_SECONDS), POLL_SECONDS)
@@ -256,20 +271,22 @@ class WeightService:
             raise Rejected(status, f"{directory} could not be {what}, the previous weights go on: {worst['why']}")
         seconds = max(answer["seconds"] for answer in answers)
         self._least_staging = seconds if self._least_staging is None else min(self._least_staging, seconds)
+        self._inline = len(answers) == 1 and self._least_staging < INLINE_SECONDS
         change.place = max((answer["place"] for answer in answers), key=_PREFERENCE.index)
         if change.place == "nowhere":
             logger.info("no memory to keep a second copy of the weights: they are read while generation is paused")
 
-    async def _swap(self, directory: Path, identity: dict[str, Any], change: WeightUpdate) -> None:
+    async def _swap(
+        self, directory: Path, identity: dict[str, Any], change: WeightUpdate, stage: tuple[Any, ...] = ()
+    ) -> list[dict[str, Any]]:
         """Pause, load on every rank, resume. After a failed load the engine stays paused, with its requests,
         until a load succeeds: half-loaded weights would be sampled from.
 
         An adapter of known shapes, or of a tenant, is loaded between two steps of the engine, without a pause. Requests
-        in flight keep their context.
+        in flight keep their context. `stage`: of `prime_load`, whose answers are returned.
         """
         version = identity["version"]
-        usable = self._in_place and self._broken is None and self._resume_error is None
-        pauses = not (usable or self._shared)
+        pauses = not (self._in_place or self._shared)
         if self._status is not None:
             self._status.waiting(f"version {version} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
         try:
@@ -278,32 +295,40 @@ class WeightService:
                 with change.measure("stop"):
                     if pauses:
                         await self._stop()
+                began = time.perf_counter()
                 try:
-                    with change.measure("load"):
-                        async with self.loading, asyncio.timeout(LOAD_SECONDS):
-                            args = self.number, str(directory), identity
-                            answers = await self._engine.collective_rpc("prime_load", args=args)
+                    async with self.loading, asyncio.timeout(LOAD_SECONDS):
+                        args = self.number, str(directory), identity, stage
+                        answers = await self._engine.collective_rpc("prime_load", args=args)
                 except Exception as error:
                     reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
                     self._broken = f"{directory} could not be loaded, nothing is sampled until a version is: {reason}"
                     logger.error("{}", self._broken)
-                    self.failures += 1
+                    self.failures, self._in_place = self.failures + 1, False
                     if not pauses and not self._shared:
                         with suppress(Rejected):
                             await self._stop()
                     raise Rejected(500, self._broken) from error
-                self._broken, self._in_place = None, all(answers)
+                seconds = time.perf_counter() - began
+                beside = 0.0 if pauses else seconds - max(answer["blocked"] for answer in answers)
+                change.seconds["stage"] += beside
+                change.seconds["load"] += seconds - beside
+                change.seconds["pause"] -= beside
+                if answers[0]["state"] != "loaded":
+                    return answers
+                self._broken, self._in_place = None, all(answer["in_place"] for answer in answers)
                 self._loads += 1
                 if pauses:
                     await self._resume_if_usable()
         finally:
             if self._status is not None:
                 self._status.phase("serving")
-        change.version, change.hash = version, identity["hash"]
+        change.served = await self._describe([answer["served"] for answer in answers])
         parts = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in change.seconds.items())
-        logger.info("serving version {} ({}): {}", version, change.hash[:12], parts)
+        logger.info("serving version {} ({}): {}", version, identity["hash"][:12], parts)
         if faults.point(f"update-loaded:v{version}") == "error":
             raise Rejected(500, "fault injection")
+        return answers
 
     async def _stop(self) -> None:
         try:
@@ -322,7 +347,7 @@ class WeightService:
             async with _engine_call("resume", PAUSE_SECONDS):
                 await self._engine.resume_generation()  # of several engines none does while one is pausing
         except Rejected as rejection:
-            self._resume_error = rejection.message
+            self._resume_error, self._in_place = rejection.message, False
             raise
         self._resume_error = None
 

@@ -80,9 +80,10 @@ class Staging:
         self._thread = threading.Thread(target=self._run, name="stage", daemon=True)
         self._thread.start()
 
-    def answer(self) -> dict[str, Any]:
-        """The state: "reading" with `blocks`, "ready" with `place` and `seconds`, or "failed" with
-        `why` and `retry`: whether another attempt may succeed, since the exchange failed or files were moved."""
+    def answer(self, seconds: float = 0.0) -> dict[str, Any]:
+        """The state, awaited for at most `seconds`: "reading" with `blocks`, "ready" with `place` and `seconds`, or
+        "failed" with `why` and `retry`: whether another attempt may succeed, as the exchange failed or files moved."""
+        self._thread.join(seconds)
         if self._thread.is_alive():
             return {"state": "reading", "blocks": self._blocks}
         if (error := self._error) is not None:
@@ -262,9 +263,9 @@ class WeightsExtension:
             return {"error": str(error) or type(error).__name__}
 
     def prime_stage(
-        self, number: int, directory: str, digest: str, servers_on_host: int = 1, on_device: bool = True
+        self, number: int, directory: str, digest: str, servers_on_host: int, on_device: bool, seconds: float = 0.0
     ) -> dict[str, Any]:
-        """Begin to stage a committed version with this hash (see `Staging`), and return the progress.
+        """Begin to stage a committed version with this hash (see `Staging`), and return the progress after `seconds`.
         `servers_on_host`: engines that do so at the same time; those of a dense model do not know of each other."""
         self.prime_unstage(number)
         sharing = servers_on_host * self.vllm_config.parallel_config.world_size
@@ -273,7 +274,7 @@ class WeightsExtension:
             Path(directory), digest, self.device, held.subscriber,
             on_device=on_device, verify=self.rank == 0, sharing=sharing,
         )  # fmt: skip
-        return held.staging.answer()
+        return held.staging.answer(seconds)
 
     def prime_staged(self, number: int) -> dict[str, Any]:
         staging = self.prime_held[number].staging
@@ -287,13 +288,20 @@ class WeightsExtension:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # for other processes
 
-    def prime_load(self, number: int, directory: str, identity: Identity) -> bool:
+    def prime_load(self, number: int, directory: str, identity: Identity, stage: Sequence[Any] = ()) -> dict[str, Any]:
         """Load the staged version, or if none is staged the base model in `directory`, and serve it as `identity`
-        (empty: as the weights that it was started with). Return whether the next adapter can be loaded while the engine
-        samples.
+        (empty: as the weights that it was started with). `stage`: stage it first, with these options of `prime_stage`.
+
+        Returns the state "loaded", the weights `served`, and `in_place`: whether the next adapter can be loaded beside
+        sampling; or the progress of staging, not "ready": nothing was changed. `blocked`: seconds of the engine's time.
 
         After a failure on any rank the model is unusable until all have loaded another version; an adapter is zeros.
         """
+        began, progress = time.perf_counter(), dict[str, Any]()
+        if stage:
+            progress = self.prime_stage(number, directory, identity["hash"], *stage)
+            if progress["state"] != "ready":
+                return progress | {"blocked": time.perf_counter() - began}
         held, in_place = self.prime_held[number], False
         staging, slot = held.staging, held.slot
         if slot is not None and "adapter" not in identity:
@@ -323,7 +331,8 @@ class WeightsExtension:
                         torch.cuda.current_stream(self.device).synchronize()
         self.prime_unstage(number)
         held.identity = identity
-        return in_place
+        loaded = {"state": "loaded", "in_place": in_place, "served": identity}
+        return progress | loaded | {"blocked": time.perf_counter() - began}
 
     def prime_served(self, number: int = compat.ADAPTER) -> Identity | None:
         """The weights that this rank serves under a number; None for those it was started with."""

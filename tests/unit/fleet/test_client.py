@@ -58,16 +58,17 @@ async def test_the_base_url_works_with_and_without_v1(server, monkeypatch):
 
 
 async def test_an_update_is_believed_only_when_the_server_says_what_it_serves(server, engine):
-    """What is served is proven to be what was committed: version and hash are asked for after every update."""
-    server.answers["POST", "/update_weights"] = 200, {}
-    server.answers["GET", "/weights"] = 200, {"version": 3, "hash": "abc"}
-    assert await engine.update(manifest()) == Served(3, "abc")
-    server.answers["POST", "/update_weights"] = 200, {"seconds": {"stage": 0.5, "pause": 0.25}}
-    assert (await engine.update(manifest())).seconds == {"stage": 0.5, "pause": 0.25}
-    assert server.asked[0][0] == {"weight_dir": "/runs/weights/step_3", "version": 3}
-    for lie in ({"version": 2, "hash": "abc"}, {"version": 3, "hash": "other"}):
-        server.answers["GET", "/weights"] = 200, lie
-        with pytest.raises(UserError, match="says it serves"):
+    """What is served is proven to be what was committed: every update is answered with version and hash."""
+    seconds = {"stage": 0.5, "pause": 0.25}
+    said = {"version": 3, "hash": "abc", "boot": "b", "loads": 2, "seconds": seconds}
+    server.answers["POST", "/update_weights"] = 200, said
+    served = await engine.update(manifest())
+    assert (served, served.seconds) == (Served(3, "abc", "b", loads=2), seconds)
+    assert [body for body, _ in server.asked] == [{"weight_dir": "/runs/weights/step_3", "version": 3}]
+    lies = ({"version": 2}, "says it serves"), ({"hash": "other"}, "says it serves"), ({"hash": None}, "does not say")
+    for lie, message in lies:
+        server.answers["POST", "/update_weights"] = 200, said | lie
+        with pytest.raises(UserError, match=message):
             await engine.update(manifest())
 
 
@@ -85,7 +86,7 @@ async def test_an_update_is_believed_only_when_the_server_says_what_it_serves(se
 )
 async def test_refusals_and_failures_name_their_cause(server, engine, status, body, message, trouble):
     """One clear line: what was refused, by whom, and why. A server's failure is worth a retry, a refusal is not."""
-    server.answers["POST", "/update_weights"] = server.answers["GET", "/weights"] = status, body
+    server.answers["POST", "/update_weights"] = status, body
     with pytest.raises(UserError, match=message) as caught:
         await engine.update(manifest())
     assert type(caught.value) is trouble

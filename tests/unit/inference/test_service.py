@@ -18,6 +18,7 @@ from prime_rl.transport.weights import PublisherAddress, TensorEntry, manifest_e
 from support.committing import commit_empty, commit_weights
 
 READY = {"state": "ready", "place": "host", "seconds": 0.1}
+QUICK = READY | {"seconds": 0.001}
 WRONG = {"state": "failed", "why": "tensor a is wrong", "retry": False}
 READING = {"state": "reading"}
 
@@ -34,9 +35,9 @@ class FakeEngine:
         # The workers' answers to the questions after `prime_stage`, one after the other; ready after that.
         self.staging: list[list[dict[str, Any]]] = []
         self.when_asked: Callable[[], object] = lambda: None
-        self.identities: list[dict[str, Any] | None] = [None]
-        self.others: dict[int, list[dict[str, Any] | None]] = {}  # of other numbers than 1
+        self.served: dict[int, list[dict[str, Any] | None]] = {}  # by number, of every rank
         self.hanging: set[int] = set()  # numbers whose versions are read without end
+        self.in_place, self.ranks = False, 1
 
     async def pause_generation(self) -> None:
         if "pause" in self.fail:
@@ -50,7 +51,7 @@ class FakeEngine:
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
         if method == "prime_served":
-            return self.identities if args[0] == 1 else self.others.get(args[0], [None])
+            return self.served.get(args[0], [None])
         self.asked.append(method)
         if method == "prime_staged":
             self.when_asked()
@@ -63,14 +64,18 @@ class FakeEngine:
         if method == "prime_load":
             if self.gate is not None:
                 await self.gate.wait()
-            self.loaded = args[-1]
+            if args[3:] and args[3]:  # it stages first
+                (progress,) = self.staging.pop(0) if self.staging else [QUICK]
+                if progress["state"] != "ready":
+                    return [progress | {"blocked": 0.0}]
+            self.loaded = args[2]
         if method in self.fail or f"{method} {args[:1]}" in self.fail:
             raise RuntimeError(f"{method} failed")
-        if method == "prime_load" and args[0] == 1:
-            self.identities = [args[-1]]
-        elif method == "prime_load":
-            self.others[args[0]] = [args[-1]]
-        return [None]
+        if method != "prime_load":
+            return [None]
+        self.served[args[0]] = [args[2]] * self.ranks
+        answer = QUICK | {"state": "loaded", "in_place": self.in_place, "served": args[2], "blocked": 0.0}
+        return [answer] * self.ranks
 
     async def until(self, call: str) -> None:
         async with asyncio.timeout(60):
@@ -137,10 +142,33 @@ async def test_an_update(engine: FakeEngine, service: WeightService, root: Path)
     assert change.place == "host"
     assert set(change.seconds) == {"check", "stage", "stop", "load", "pause"}
     served = await service.served()
-    assert (served["version"], served["hash"], served["weight_dir"]) == (change.version, change.hash, str(directory))
-    assert (change.version, served["loads"]) == (1, 1)
+    assert served == change.served
+    assert (served["version"], served["weight_dir"], served["loads"]) == (1, str(directory), 1)
     await service.update(str(directory), 1)
     assert await service.served() == served | {"loads": 2}
+
+
+async def test_a_version_that_is_staged_quickly_is_staged_by_its_load(
+    engine: FakeEngine, service: WeightService, root: Path
+) -> None:
+    """Contract: one call, where one rank staged quickly and loads without a pause. What is late is waited for beside
+    generation, as the next one is; what is wrong is refused, with nothing changed; a load that fails is one."""
+    loads, beside, engine.in_place = ["prime_load"], ["prime_stage", "prime_staged", "prime_load"], True
+    quick, late = [[QUICK]], [[READING], [READY]]
+    cases = (quick, beside), ([], loads), (late, loads + beside[1:]), (quick, beside), ([], loads)
+    for version, (staging, calls) in enumerate(cases, 1):
+        engine.staging, engine.asked = [*staging], []
+        change = await service.update(str(commit(root, version)), version)
+        assert (engine.asked, change.place, change.served) == (calls, "host", await service.served())
+    last, engine.staging = str(commit(root, 6)), [[WRONG]]
+    await rejected(service.update(last, 6), "tensor a is wrong", 400)
+    assert (engine.calls[-2:], (await service.served())["version"]) == (["prime_load", "prime_unstage"], 5)
+    engine.fail = {"prime_load"}
+    await rejected(service.update(last, 6), "could not be loaded", 500)
+    engine.fail, engine.asked, engine.ranks, engine.staging = set(), [], 2, [[QUICK] * 2] * 2
+    for _ in range(2):
+        await service.update(last, 6)
+    assert engine.asked == beside * 2
 
 
 UNSENT = {"state": "failed", "why": "version 1 is superseded", "retry": True}
@@ -198,8 +226,8 @@ async def test_what_is_refused_before_the_engine_is_touched(
     await rejected(service.reload(), "changed on disk", 400)
     assert engine.calls == []
     write_tensor(base, 0)
-    assert (await service.update(str(good.directory), 0)).hash == good.hash
-    engine.identities = [{"version": 1, "hash": "x", "weight_dir": None}, None]
+    assert (await service.update(str(good.directory), 0)).served["hash"] == good.hash
+    engine.served[1] = [{"version": 1, "hash": "x", "weight_dir": None}, None]
     await rejected(service.served(), "different weights", 500)
 
 
@@ -245,7 +273,7 @@ async def test_a_read_that_hangs_is_left(
         await rejected(service.update(good, 2), r"step_2 could not be read: no progress", 503)
         assert (engine.asked[-1], engine.loaded) == ("prime_unstage", None)
         engine.staging = []
-        assert (await service.update(good, 2)).version == 2
+        assert (await service.update(good, 2)).served["version"] == 2
     finally:
         back.set()
 
@@ -291,7 +319,7 @@ async def test_a_failed_load_leaves_the_engine_paused(engine: FakeEngine, servic
     await rejected(service.update(directory, 1), "did not pause", 503)
     assert "resume" not in engine.calls
     engine.fail = set()
-    assert (await service.update(directory, 1)).version == 1
+    assert (await service.update(directory, 1)).served["version"] == 1
     assert engine.calls[-1] == "resume"
 
 
@@ -304,7 +332,7 @@ async def test_an_engine_that_does_not_go_on_does_not_serve(
     for action in (service.update(directory, 1), service.served()):
         await rejected(action, "did not resume", 503)
     engine.fail = set()
-    assert (await service.update(directory, 1)).version == 1
+    assert (await service.update(directory, 1)).served["version"] == 1
     assert (await service.served())["version"] == 1
 
 
@@ -335,18 +363,18 @@ async def test_tenants_do_not_wait_for_each_other(
     engine.hanging = {1}
     reading = asyncio.create_task(one.update(versions["a"], 1))
     await engine.until("prime_stage")
-    assert (await other.update(versions["b"], 1)).version == 1
+    assert (await other.update(versions["b"], 1)).served["version"] == 1
     assert (one.busy, other.busy) == (True, False)
     assert ((await one.served())["version"], (await other.served())["version"]) == (0, 1)
     engine.hanging = set()
-    assert (await reading).version == 1
+    assert (await reading).served["version"] == 1
     engine.fail = {"prime_load (1,)"}
     await rejected(one.update(versions["a"], 1), "could not be loaded", 500)
     assert (one.failures, other.failures) == (1, 0)
     with pytest.raises(Rejected, match="could not be loaded"):
         one.check_usable()
     await rejected(one.served(), "could not be loaded", 500)
-    assert (await other.reload()).version == 0
+    assert (await other.reload()).served["version"] == 0
     engine.fail = set()
     await one.update(versions["a"], 1)
     one.check_usable()

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,21 +104,43 @@ def test_without_room_the_version_is_hashed_and_not_kept(tmp_path: Path, monkeyp
         begin(directory, sharing=2).wait(SECONDS)
 
 
+class Worker(WeightsExtension):
+    device, rank = CPU, 0
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+
+    def __init__(self, load: Callable[[Any], object]) -> None:
+        self.prime_reload = load  # type: ignore[method-assign]
+
+
 def test_files_that_are_replaced_while_vllm_reads_them_are_not_served(tmp_path: Path) -> None:
     """Contract: what was hashed was loaded, even if a new incarnation of the trainer commits the version meanwhile."""
     directory = commit(tmp_path)
     identity = {"version": 1, "hash": weights_manifest(directory).hash, "weight_dir": str(directory)}
 
-    class Worker(WeightsExtension):
-        device = CPU
+    def load(source: Any) -> None:
+        assert source == directory
+        prune(directory)
+        commit(tmp_path, shift=1)
 
-        def prime_reload(self, source: Any) -> None:
-            assert source == directory
-            prune(directory)
-            commit(tmp_path, shift=1)
-
-    worker = Worker()
-    worker.prime_held[1].staging = begin(directory, sharing=1 << 40)
+    worker = Worker(load)
     with pytest.raises(ExchangeError, match="committed anew"):
-        worker.prime_load(1, str(directory), identity)
+        worker.prime_load(1, str(directory), identity, (1 << 40, True, SECONDS))
     assert worker.prime_served() is None
+
+
+def test_a_load_that_stages_loads_what_is_verified_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: a version that is damaged, or not staged in time, is not loaded: the answer says so."""
+    directory, go_on, loaded = commit(tmp_path), Event(), list[list[str]]()
+    manifest, worker = weights_manifest(directory), Worker(lambda source: loaded.append([name for name, _ in source]))
+
+    def load(seconds: float) -> Any:
+        options = 1, True, seconds
+        return worker.prime_load(1, str(directory), {"version": 1, "hash": manifest.hash}, options)["state"]
+
+    assert (load(SECONDS), loaded) == ("loaded", [[*manifest.tensors]])
+    read = Staging._read_chunk
+    monkeypatch.setattr(Staging, "_read_chunk", lambda *args: go_on.wait(SECONDS) and read(*args))
+    assert load(0.01) == "reading"
+    go_on.set()
+    _flip(directory)
+    assert (load(SECONDS), len(loaded)) == ("failed", 1)
