@@ -4,7 +4,7 @@
 #   benchmarks/gpu/suite.sh OUT [SECONDS] [PART…]
 #
 # PART: of the trainer:   check bars optim ranks losses lora bench oom
-#       with vLLM:        shared (ours and TRL on one GPU, one after the other), two (two GPUs: a whole run, and rollouts alone), sync, sync-4B, sync-lora
+#       with vLLM:        shared (ours and TRL on one GPU, one after the other), two (two GPUs: a whole run, and rollouts alone), sync, sync-4B, sync-lora, tenants
 #
 # Needs Python with torch and the trainer's packages (PYTHON, default python3), for the second line vLLM and TRL, too; `src` is put on PYTHONPATH.
 # Writes trainer.json, end_to_end.json, rollout.json, weight_sync.json and suite.log into the folder OUT. A part that fails or runs out of time leaves what it has measured and keeps no other from running. ONLY="text" measures only the rows whose name contains it. The tables in benchmarks/README.md come from these files:
@@ -92,6 +92,11 @@ for part in $parts; do
             clear_gpus
             run sync-lora 300 "$here/weight_sync.py" --device cuda --case "8B on=memory lora=16 in_flight=32 syncs=10" --json "$out/weight_sync.json" \
                 ${SCRATCH:+--scratch "$SCRATCH"}
+            ;;
+        tenants) # four on one GPU, and one run alone
+            clear_gpus
+            run tenants 500 "$here/tenants.py" --device cuda --model Qwen/Qwen3-0.6B --model-dir "$model" --batch-size 128 --tokens 128 \
+                --timeout 240 --json "$out/tenants.json"
             ;;
         bench) # the trainer's own command, without any option, beside the same case of `bars`
             run bench 120 -m prime_rl.entrypoints.trainer --bench --output-dir "$(mktemp -d)" --seq-len 16384 \

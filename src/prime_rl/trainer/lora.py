@@ -104,7 +104,8 @@ class LoRALinear(nn.Linear, _Adapter):
             return F.linear(x, weight_OI, self.bias)
         out, rows = F.linear(x, self.weight, self.bias), self.drop(x)
         if (end_N := self.slots.end_N) is not None:
-            a_NRI, b_NOR = (torch.stack([*side.parameters()]) for side in (self.lora_A, self.lora_B))
+            pairs = [self.pair(slot) for slot in range(self.slots.count)]
+            a_NRI, b_NOR = torch.stack([a_RI for a_RI, _ in pairs]), torch.stack([b_OR for _, b_OR in pairs])
             low_SR = moe.grouped_linear(rows.flatten(0, -2), a_NRI, end_N, False)
             return out + self.scale * moe.grouped_linear(low_SR, b_NOR, end_N, False).view(out.shape)
         a_RI, b_OR = self.pair(self.slots.number)
