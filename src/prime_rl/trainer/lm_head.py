@@ -52,8 +52,10 @@ def merge_sums(sums: Sequence[Tensor]) -> Tensor:
 
 
 def stats(logits_CV: Tensor, labels_C: Tensor, inv_temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log partition, log-probability of the label and entropy of softmax(logits / temperature), each [C]. All
-    are NaN for a row with a NaN or infinite logit, even -inf: it is an error that no loss may hide."""
+    """Return log partition, log-probability of the label and entropy of softmax(logits / temperature), each [C].
+
+    All are NaN for a row with a NaN or infinite logit, even -inf: it is an error that no loss may hide.
+    """
     if use_triton(logits_CV):
         from prime_rl.trainer import triton_kernels
 
@@ -86,7 +88,7 @@ def dlogits_(
     if use_triton(logits_CV):
         from prime_rl.trainer import triton_kernels
 
-        return triton_kernels.dlogits_(logits_CV, *rows, slope=slope)
+        return triton_kernels.dlogits_(logits_CV, *rows, slope)
     dtype = torch.promote_types(logits_CV.dtype, torch.float32)
     log_p = logits_CV.to(dtype) * inv_temperature_C[:, None] - log_z_C[:, None]
     p = torch.exp(log_p)
@@ -111,8 +113,10 @@ def logprob_entropy(
     bias_V: Tensor | None = None,
     form: HeadForm = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each label and the entropy of its distribution, both [N] and differentiable. Keeps
-    no logits: backward recomputes each chunk's (four matrix products). For scoring and sequence losses."""
+    """Return the log-probability of each label and the entropy of its distribution, both [N] and differentiable.
+
+    Keeps no logits: backward recomputes each chunk's (four matrix products). For scoring and sequence losses.
+    """
     inv_t = form.fold(inv_temperature_N)
     return _LogprobEntropy.apply(hidden_NH, weight_VH, bias_V, labels_N, inv_t, chunk, form.slope)
 
@@ -145,8 +149,10 @@ def fused_token_loss(
 def _chunked_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, slope: float | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield each chunk's rows and their x, valid until the next chunk is made. Without tokens, one empty chunk is
-    yielded, so that results have the right shape when added up."""
+    """Yield each chunk's rows and their x, valid until the next chunk is made.
+
+    Without tokens, one empty chunk is yielded, so that results have the right shape when added up.
+    """
     size = hidden.shape[0]
     room = torch.empty(min(chunk, size), weight.shape[0], dtype=hidden.dtype, device=hidden.device)
     for start in range(0, max(size, 1), chunk):
@@ -164,7 +170,14 @@ def _make_gradients(hidden: Tensor, *trained: Tensor | None) -> tuple[Tensor, Te
     return torch.empty_like(hidden), d_weight, d_bias
 
 
-def _backward(d_CV: Tensor, hidden_CH: Tensor, weight: Tensor, d_hidden_CH: Tensor, d_weight: Any, d_bias: Any) -> None:
+def _backward(
+    d_CV: Tensor,
+    hidden_CH: Tensor,
+    weight: Tensor,
+    d_hidden_CH: Tensor,
+    d_weight: Tensor | None,
+    d_bias: Tensor | None,
+) -> None:
     """Compute from d, the logits' gradient:  d_hidden = d weight,  d_weight += d^T hidden,  d_bias += Σ d."""
     torch.mm(d_CV, weight, out=d_hidden_CH)
     if not len(d_CV):
@@ -183,8 +196,10 @@ def _backward(d_CV: Tensor, hidden_CH: Tensor, weight: Tensor, d_hidden_CH: Tens
 
 @functools.cache
 def _differentiated(token_loss: TokenLoss, compiled: bool) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
-    """Return one function for `token_loss` and its gradients, which compiles to one graph without autograd outside. It
-    maps a token loss's arguments to (loss, sums, d logprob [C], d entropy [C])."""
+    """Return one function for `token_loss` and its gradients, which compiles to one graph without autograd outside.
+
+    It maps a token loss's arguments to (loss, sums, d logprob [C], d entropy [C]).
+    """
     both = torch.func.grad_and_value(token_loss, argnums=(0, 1), has_aux=True)
 
     def run(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -237,9 +252,18 @@ class _LogprobEntropy(torch.autograd.Function):
 class _FusedTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, inv_t: Tensor, streams: Tensor, *rest: Any
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        inv_t: Tensor,
+        streams: Tensor,
+        token_loss: TokenLoss,
+        chunk: int,
+        compiled: bool,
+        slope: float | None,
     ) -> tuple[Tensor, Tensor]:
-        token_loss, chunk, compiled, slope = rest
         d_hidden, d_weight, d_bias = _make_gradients(hidden, *_trained(ctx, weight, bias))
         losses, sums = [], []
         for s, logits in _chunked_logits(hidden, weight, bias, chunk, slope):

@@ -129,12 +129,23 @@ def stats(logits_CV: Tensor, labels_C: Tensor, inv_temperature_C: Tensor) -> tup
     return log_z, logprob, entropy
 
 
-def dlogits_(logits_CV: Tensor, *rows_C: Tensor, slope: float | None = None) -> Tensor:
+def dlogits_(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    inv_temperature_C: Tensor,
+    log_z_C: Tensor,
+    entropy_C: Tensor,
+    d_logprob_C: Tensor,
+    d_entropy_C: Tensor,
+    slope: float | None = None,
+) -> Tensor:
     """Overwrite the logits with the gradient with respect to them; see `lm_head.dlogits_`."""
     assert logits_CV.is_contiguous(), "the kernels know no strides"
     size, vocabulary = logits_CV.shape
     if size:
-        contiguous = [row.contiguous() for row in rows_C]  # the gradient of a sum is one number, expanded
+        rows = labels_C, inv_temperature_C, log_z_C, entropy_C, d_logprob_C, d_entropy_C
+        # The gradient of a sum is one number, expanded.
+        contiguous = [row.contiguous() for row in rows]
         grid = (size * triton.cdiv(vocabulary, BLOCK),)
         _dlogits[grid](logits_CV, *contiguous, vocabulary, BLOCK, slope, num_warps=WARPS)
     return logits_CV
