@@ -85,6 +85,8 @@ class Status:
         # Resolved: by it the one before is known, however it was written.
         self._path = status_path(output_dir.resolve(), process)
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        for path in self._path.parent.glob(f".{self._path.name}.tmp-*"):
+            path.unlink(missing_ok=True)  # half-written when this process was killed
         self._status = new_status(process)
         self._say_wait = 0.0  # when to say it next
         self._last_write = 0.0
