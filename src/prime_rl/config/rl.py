@@ -75,7 +75,10 @@ class DeploymentConfig(RLConfig):
     orchestrator: OrchestratorConfig = option(OrchestratorConfig.model_construct, "Not used.", mark="one_time")
 
     def checks(self) -> Checks:
-        yield conflict(self.trainer.tenants is None, "a deployment is for tenants: give <trainer.tenants>")
+        yield conflict(
+            self.trainer.tenants is None,
+            "a deployment trains tenants' adapters: give [<trainer.tenants>] and [trainer.lora]",
+        )
         yield conflict(
             self.clean, "<clean> would not remove runs of tenants: leave it out; `orchestrator --clean` starts one over"
         )

@@ -30,7 +30,7 @@ def run_command(kind: type[_Config], name: str, run: Callable[[_Config], object]
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
     faults.arm("trainer" if name in _TRAINERS else name)
     processes.watch()
-    config, rank = load(kind, prog=name), rank_of(name)
+    config, rank = load(kind, prog=f"rl {name}" if name in ("tenants", "parity") else name), rank_of(name)
     log.setup(config.log.level, f"{name}.{rank}" if rank else name)
     try:
         run(config)

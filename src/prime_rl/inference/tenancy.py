@@ -17,6 +17,7 @@ from prime_rl.inference.version_files import STALL_SECONDS, Rejected, read
 from prime_rl.transport.tenants import joins, key_hashes, owner
 
 KEYS_SECONDS = 0.5  # between two looks for a key that is not known
+KNOWN_SECONDS = 10.0  # that a key is known after a look: its tenant's directory may have been removed
 
 CURRENT_TENANT: ContextVar[str | None] = ContextVar("CURRENT_TENANT", default=None)
 
@@ -49,7 +50,7 @@ class Tenancy:
     async def whose(self, key: str) -> str | None:
         """Return the tenant that a key is of. Rejected (503) if that cannot be read."""
         asked = time.monotonic()
-        if (name := owner(key, self._hashes)) is not None:
+        if asked - self._read_at < KNOWN_SECONDS and (name := owner(key, self._hashes)) is not None:
             return name
         async with self._reading:
             if self._read_at < asked:

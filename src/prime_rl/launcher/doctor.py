@@ -20,7 +20,7 @@ from prime_rl.monitor.monitor import metrics_path, read_metrics
 from prime_rl.monitor.status import GONE_SECONDS, ProcessStatus
 from prime_rl.processes import read, table, this_host
 from prime_rl.transport import checkpoints
-from prime_rl.transport.tenants import joins
+from prime_rl.transport.tenants import has_joined, joins
 
 _JOBS = ("trainer", "orchestrator", "sft", "eval")
 _TENANT_METRICS = {
@@ -64,7 +64,8 @@ def examine(run: Path) -> int:
     state, sentence = _diagnose(run, launcher, {name: statuses[name] for name in names if name in statuses})
     rows += [] if (run / "tenants").is_dir() else _progress(run)
     for path in sorted((run / "tenants").glob("*/tenant.json")):
-        rows += _tenant(path.parent)
+        trained = (path.parent / "weights").is_dir()  # else it was refused
+        rows += _tenant(path.parent) if trained or has_joined(path.parent) else ()
     # vLLM is noisy when it is asked to stop.
     well = {name for name, status in statuses.items() if status.outcome in ("finished", "stopped")}
     for name in names if state not in _FINE else ():

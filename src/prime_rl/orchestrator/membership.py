@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loguru import logger
+
 from prime_rl.errors import UserError
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import ProcessStatus, read_record, status_path
@@ -14,7 +16,6 @@ from prime_rl.wait import wait, wait_async
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
 
-_LAUNCHER = "rl"
 _SHARED = ("max_steps", "async_level", "seed", "seq_len", "ckpt", "monitor", "log")
 _OWN = ("optim", "scheduler", "loss")
 
@@ -22,26 +23,24 @@ _OWN = ("optim", "scheduler", "loss")
 def prepare(config: "OrchestratorConfig") -> None:
     """Check that the deployment can train this tenant, claim its name, and export its key.
 
-    With `clean` an earlier membership is ended first. Raises UserError.
+    A deployment that is not there yet is waited for. With `clean` an earlier membership is ended first. Raises
+    UserError.
     """
     assert config.tenant is not None
     deployment, name, directory = config.tenant.join, config.tenant.name, config.output_dir
     seconds, variable = config.client.ready_timeout, config.client.api_key_var
 
-    def slots() -> int | None:
-        count = slots_for(config, deployment)
-        if count is None and _LAUNCHER not in running_processes(deployment):
-            raise UserError(f"no trainer with tenants runs in {deployment}: `uv run rl tenants` starts one")
-        return count
-
-    most = wait(slots, subject="trainer with tenants", owner=f"`rl tenants` in {deployment}", seconds=seconds)
+    if slots_for(config, deployment) is None:
+        logger.info("no trainer with tenants runs in {} yet: `uv run rl tenants` starts one", deployment)
+    owner = f"`rl tenants` in {deployment}"
+    most = wait(lambda: slots_for(config, deployment), subject="trainer with tenants", owner=owner, seconds=seconds)
     others = sorted(tenants.joins(deployment).keys() - {name})
     if len(others) >= most:
         held = f"has {most} slots, taken by {', '.join(others)}"
         raise UserError(f"{deployment} {held}: wait for one of them to end, or raise trainer.tenants.slots there")
     key = os.environ.get(variable) or tenants.own_key(directory)
-    if (owner := tenants.owner(key, tenants.key_hashes(deployment)) or name) != name:
-        raise UserError(f"the key in ${variable} is that of the tenant {owner}: unset it, or give each its own")
+    if (whose := tenants.owner(key, tenants.key_hashes(deployment)) or name) != name:
+        raise UserError(f"the key in ${variable} is that of the tenant {whose}: unset it, or give each its own")
     tenants.claim_name(directory, key)
     os.environ[variable] = key
     if config.clean and "orchestrator" not in running_processes(directory):

@@ -505,7 +505,17 @@ async def orchestrate(config: "OrchestratorConfig") -> None:
                 run_config = config.model_copy(update={**alone, "recover": False})
             orchestrator = Orchestrator(run_config, pool, servers, status, monitor, teachers)
             await orchestrator.run()
-        status.done("stopped" if orchestrator.stopping else "finished")
+        outcome = "stopped" if orchestrator.stopping else "finished"
+        if config.tenant is not None:
+            more = "the same command goes on" if orchestrator.stopping else "a larger max_steps goes on"
+            logger.info(
+                "{} at step {}; {}; weights in {}",
+                outcome,
+                orchestrator.scheduler.step,
+                more,
+                config.output_dir / "weights",
+            )
+        status.done(outcome)
     except asyncio.CancelledError:
         logger.info("stopped at once: episodes in flight are issued again when the run is resumed")
         status.done("stopped")

@@ -26,7 +26,7 @@ from prime_rl.transport.commit import write_atomically
 
 _Record = TypeVar("_Record")
 _OWNER, _JOIN = "tenant.json", "join.json"
-_TAKEN = "the tenant name {} is taken, by another key: choose another tenant.name"
+_TAKEN = "the tenant name {} is taken, by another key: choose another tenant.name, or give the key it joined with"
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,8 @@ _BESIDE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 def read_adapter_config(directory: Path) -> dict[str, Any]:
     """Read an adapter's adapter_config.json, PEFT's or ours. UserError if it is none, or of a kind not trained here."""
     path = directory / ADAPTER_CONFIG
+    if not path.is_file():
+        raise UserError(f"{directory} is no directory of an adapter: it has no {ADAPTER_CONFIG}")
     with user_errors(f"{path} cannot be read", OSError, ValueError):
         config = dict(json.loads(path.read_text(encoding="utf-8")))
     plain = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _BESIDE_THE_BASE}

@@ -193,7 +193,7 @@ def test_modules_that_cannot_have_adapters_are_named(
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights = pissa_niter_4, which is not supported"),
         ({"tensor": "x"}, "has a tensor x"),
-        ({"missing": True}, "cannot be read"),
+        ({"missing": True}, "is no directory of an adapter"),
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(
