@@ -2,8 +2,8 @@
 
 A child is ended with all that it has started. It kills its process group once its launcher has gone: the launcher is
 named in the environment of every child, which watches it from then on, however deep it is below. One that is stopped by
-a signal cannot; the kernel ends it if it is the launcher's own child, else it dies as soon as it is continued. Standard
-library only: environment workers import this from their own virtual environments.
+a signal cannot; if it is the launcher's own child the kernel continues it then, else it dies as soon as it is
+continued. Standard library only: environment workers import this from their own virtual environments.
 """
 
 import ctypes
@@ -208,7 +208,8 @@ def watch() -> None:
     if value := os.environ.get(ENV):
         pid, _, started = value.partition(":")
         if os.getppid() == int(pid):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+            # Not SIGKILL: it has to live on for a moment, to end its group.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT))
         _end_with(ProcessId(int(pid), int(started)), lambda: os.killpg(os.getpgrp(), signal.SIGKILL))
 
 
