@@ -44,7 +44,7 @@ from prime_rl.transport import tenants
 from prime_rl.transport.commit import CommitError, step_dir, subject_of
 from prime_rl.transport.settings import check_and_commit
 from prime_rl.transport.tenants import Join, tenant_dir
-from prime_rl.wait import WaitTimeout, in_thread
+from prime_rl.wait import in_thread
 
 _LOOK_SECONDS = 0.2  # between two looks for tenants that join or leave
 _IDLE_SECONDS = 0.01  # between two looks for batches
@@ -303,7 +303,7 @@ class SharedTrainer:
             raise
         except Exception as error:  # noqa: BLE001 - see above
             expected = isinstance(error, UserError | CommitError | OSError)
-            for tenant in those:
+            for tenant in {tenant.name: tenant for tenant in those}.values():
                 logger.opt(exception=None if expected else error).error("{} ends: {}", tenant.name, one_line(error))
                 self._dismiss(tenant, error if isinstance(error, UserError) else UserError(one_line(error)))
 
@@ -338,7 +338,8 @@ class SharedTrainer:
             subject = subject_of(step_dir(training.config.output_dir / "rollouts", training.step))
             training.report.status.waiting(subject, "orchestrator", timeout)
             if waited > timeout:
-                raise WaitTimeout(subject, "orchestrator", timeout)
+                training.report.text(f"no batch for {timeout:.0f} s: its slot is for others")
+                tenant.leaves = True
             return None
         training.waited = waited
         tenant.micro_batches.extend(training.read().batches)
@@ -414,9 +415,8 @@ def tenant_config(config: TrainerConfig, directory: Path, settings: dict[str, An
     values["recovery_interval"] = config.recovery_interval or "auto"
     values["weights"]["port"] = 0  # each has a publisher of its own
     if config.weights.transport == "auto" and not config.weights.shares_gpu:
-        values["weights"]["transport"] = (
-            "filesystem"  # several NCCL transfers between two GPUs might wait for each other
-        )
+        # Several NCCL transfers between two GPUs might wait for each other.
+        values["weights"]["transport"] = "filesystem"
     if (name := own.pop("model", {}).get("name", config.model.name)) != config.model.name:
         raise UserError(f"the trainer's model is {config.model.name}, not {name}: give the same model.name")
     if own.get("seq_len", 0) > config.seq_len:

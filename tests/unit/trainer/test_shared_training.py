@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from prime_rl.config.shared import TenantsConfig
 from prime_rl.config.trainer import LoRAConfig, TrainerModel
@@ -127,6 +128,40 @@ def test_a_tenant_trains_as_if_alone(alone, deploy):
     row = support.metrics(directories[0])[-1]
     assert 0 < row["tenant/trainer_share"] <= 1
     assert row["tenant/queued"] >= 0
+
+
+def test_steps_that_are_computed_together(
+    alone: Callable[..., dict[int, str]],
+    deploy: Callable[..., Deployment],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Contract: grouped, as on GPUs, several micro-batches at a time give what each tenant gets alone, to rounding; a
+    failure of what is computed together ends those memberships, and the next ones train."""
+    alone(ALICE), alone(BOB)
+    one = deploy()
+    one.trainer.policy.slots.grouped = True
+    parts, gradients = [], SharedTrainer._gradients
+
+    def compute(trainer: SharedTrainer, batches: Any) -> Any:
+        parts.append([tenant.name for tenant, _ in batches])
+        if len(parts) == 1:
+            raise RuntimeError("out of memory")
+        return gradients(trainer, batches)
+
+    monkeypatch.setattr(SharedTrainer, "_gradients", compute)
+    directories = [one.join("alice", ALICE), one.join("bob", BOB)]
+    one.run(lambda: bool(parts) and not one.trainer.leaving)
+    assert one.outcomes[parts[0][0]] == "failed: out of memory"
+    for name, settings in (("alice", ALICE), ("bob", BOB)):
+        one.join(name, settings)
+    assert one.run_to_the_end() == {"alice": "finished", "bob": "finished"}
+    assert max(map(len, parts)) > 1
+    for directory, settings in zip(directories, (ALICE, BOB), strict=True):
+        file = Path("weights", f"step_{settings['max_steps']}", "adapter_model.safetensors")
+        want, got = (load_file(root / file) for root in (tmp_path / f"alone-{settings['seed']}", directory))
+        for name, tensor in want.items():
+            torch.testing.assert_close(got[name], tensor, atol=2e-5, rtol=1e-3, msg=name)
 
 
 def test_what_fails_for_one_reaches_no_other(alone, deploy):
