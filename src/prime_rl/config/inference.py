@@ -40,12 +40,12 @@ class AdaptersConfig(Section):
     tenants: TenantsConfig | None = option(None, "Whose adapters are served (None: those of one run).")
     resident: PositiveInt | None = option(None, "Tenants' adapters in the engine, by last use (None: all).")
 
-    def checks(self) -> Checks:
-        if self.resident is not None and (self.tenants is None or self.resident > self.tenants.slots):
-            slots = (
-                "is of tenants' adapters" if self.tenants is None else f"exceeds <tenants.slots> {self.tenants.slots}"
-            )
-            yield Problem(f"<resident> {self.resident} {slots}")
+    def check_resident(self, section: str) -> Problem | None:
+        """Return what contradicts `resident`, once `tenants` are known; `section` is the path of this one."""
+        slots = None if self.tenants is None else self.tenants.slots
+        of = "is of tenants' adapters" if slots is None else f"exceeds <{section}.tenants.slots> {slots}"
+        none = self.resident is None or (slots is not None and self.resident <= slots)
+        return conflict(not none, f"<{section}.resident> {self.resident} {of}")
 
 
 class InferenceConfig(BaseConfig):

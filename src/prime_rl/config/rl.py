@@ -45,7 +45,7 @@ class RLConfig(RecoverableRun):
     @model_validator(mode="before")
     @classmethod
     def _refuse_tenants(cls, data: Any) -> Any:
-        trainer = data.get("trainer") if cls is RLConfig and isinstance(data, dict) else None
+        trainer = data.get("trainer") if cls is not DeploymentConfig and isinstance(data, dict) else None
         if isinstance(trainer, dict) and trainer.get("tenants") is not None:
             check(Problem("<trainer.tenants> is for `rl tenants`, which starts the servers and the trainer alone"))
         return data

@@ -289,6 +289,10 @@ def serve_adapters(
         return conflict(server.lora is not None, f"{full}{'' if lora is None else '.serve = adapter'}")
     server.lora = server.lora or AdaptersConfig(max_rank=lora.rank)
     server.lora.tenants = server.lora.tenants or tenants
+    if server.lora.tenants != tenants:
+        return Problem("<inference.lora.tenants> is not <trainer.tenants>: give the latter alone")
+    if (problem := server.lora.check_resident("inference.lora")) is not None:
+        return problem
     room = f"<inference.lora.max_rank> {server.lora.max_rank} is too small for <{section}.rank> {lora.rank}"
     return conflict(server.lora.max_rank < lora.rank, room)
 

@@ -28,7 +28,9 @@ def check(config: InferenceConfig, engine: Engine) -> None:
     """Check everything that can be known without vLLM."""
     check_device(config.device, engine)
     # Development routes would shadow ours; the server in Rust has neither our routes nor their guard.
-    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_USE_RUST_FRONTEND"):
+    tenants = config.lora is not None and config.lora.tenants is not None
+    stored = ["VLLM_ENABLE_RESPONSES_API_STORE"] if tenants else []  # replies that any key could ask for
+    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_USE_RUST_FRONTEND", *stored):
         if os.environ.get(name, "0") not in ("", "0"):
             opens = "opens routes that no key guards, or hides /update_weights"
             raise UserError(f"{name}={os.environ[name]} {opens}: unset it")

@@ -183,6 +183,8 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         **compat.release_flags(engine),
     }
     if config.lora is not None:
+        if (problem := config.lora.check_resident("lora")) is not None:
+            raise UserError(problem.message)
         if config.data_parallel_size > 1 and model is not None and checks.has_experts(model):
             # Where one replica is idle vLLM computes a step of no requests there, and drops every adapter for it.
             raise UserError("lora: vLLM cannot serve adapters of a mixture of experts with data_parallel_size > 1")

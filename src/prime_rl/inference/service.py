@@ -125,7 +125,7 @@ class WeightService:
 
     def adapter(self) -> tuple[int, str]:
         """Number and name of the adapter. No other one, and no other version, has this name."""
-        return self.number, f"{self._base.directory.name}@{self._boot}@{self._loads}"
+        return self.number, f"{self._boot}@{self._loads}"
 
     @property
     def busy(self) -> bool:

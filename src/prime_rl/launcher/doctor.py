@@ -57,7 +57,7 @@ def examine(run: Path) -> int:
     known = {path.stem for path in (run / "configs").glob("*.toml")} | statuses.keys()
     names = [name for job in (*_JOBS, SERVER) for name in sorted(known) if re.split("[.-]", name)[0] == job]
     is_tenant = run.resolve().parent.name == "tenants"
-    rows = [("run", str(run)), ("deployment", str(run.parents[1])) if is_tenant else ("launcher", launcher)]
+    rows = [("run", str(run)), ("deployment", str(run.resolve().parents[1])) if is_tenant else ("launcher", launcher)]
     for name in names:
         texts = _describe(statuses[name]) if name in statuses else [_unreported(name, claim)]
         rows += [(name.replace(".", " "), texts[0]), *(("", text) for text in texts[1:])]

@@ -117,7 +117,7 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
 def drained(config: RLConfig) -> str:
     """Say what a run that is asked to stop still does, and from where it could go on."""
     if config.trainer.tenants is not None:
-        return "the current step of each tenant will be finished and saved"
+        return "what is trained of each tenant will be saved"
     if config.bench:
         return "the current step will be finished; a benchmark saves nothing"
     recovers = config.trainer.recovery_interval or (config.max_restarts and config.recovery_interval)

@@ -16,7 +16,7 @@ from prime_rl.wait import wait, wait_async
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
 
-_SHARED = ("max_steps", "async_level", "seed", "seq_len", "ckpt", "monitor", "log")
+_SHARED = ("max_steps", "async_level", "seed", "seq_len", "ckpt", "monitor")
 _OWN = ("optim", "scheduler", "loss")
 
 

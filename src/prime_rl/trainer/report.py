@@ -85,6 +85,8 @@ class Report:
             if isinstance(error, UserError | OSError):
                 self._status.done(f"failed: {error}")
             self._status.close()
+        if self._tenant and self._monitor is not None:  # else it ends with the process
+            self._monitor.close()
 
     def open(self) -> None:
         """The run is not refused: from here on it may write its own files, first of all its config."""

@@ -135,7 +135,8 @@ class TenantTraining:
     queued: float = 0.0  # seconds until then, since the batch could be read
     cost: float = 0.0  # of its own micro-batches since the last update
     total_before: float = 0.0  # cost of all tenants' micro-batches at that update
-    leaves: bool = False  # it is to be saved and closed as soon as nothing of it is being written
+    leaves: bool = False  # it is to be saved and closed as soon as nothing of it is being written,
+    give_up: float = 0.0  # or closed alone from this time on
 
 
 TenantBatch = tuple[TenantTraining, MicroBatch]
@@ -161,6 +162,7 @@ class SharedTrainer:
         self.costs = perf.step_costs(self.policy.lm, self.source.config)
         self.queue, self.tenants, self.total = FairQueue(config.tenants), dict[str, TenantTraining](), 0.0
         self.leaving: dict[str, tuple[TenantTraining, Future[None]]] = {}  # until their slots are free
+        self.unsaved = set[str]()  # of those that have left
         self.ended: dict[str, Join] = {}  # last request of each that was refused or has ended
         if self.policy.compiled:
             report.phase("compiling")
@@ -181,12 +183,16 @@ class SharedTrainer:
                 self._guarded([tenant for tenant, _ in parts], partial(self._train, parts))
             else:
                 time.sleep(_IDLE_SECONDS)  # bounded: a moment
-        for tenant in [*self.tenants.values()]:
-            self._guarded([tenant], partial(self._end, tenant))
+        for tenant in self.tenants.values():
+            self._let_go(tenant)
+        while self.tenants:  # bounded: by `give_up`
+            for tenant in [*self.tenants.values()]:
+                self._guarded([tenant], partial(self._advance, tenant))
+            time.sleep(_IDLE_SECONDS)  # bounded: a moment
         wait_for_futures([closed for _, closed in self.leaving.values()], timeout=self.config.dist_timeout)
         self._free_slots()
-        if self.leaving:
-            raise UserError(f"not saved within {self.config.dist_timeout:.0f} s: {', '.join(self.leaving)}")
+        if unsaved := self.unsaved | self.leaving.keys():
+            raise UserError(f"not saved: {', '.join(sorted(unsaved))}")
 
     # ---- who is a member
 
@@ -199,10 +205,11 @@ class SharedTrainer:
             logger.warning("tenants cannot be listed: {}", error)
             return
         for tenant in [*self.tenants.values()]:
+            if tenant.leaves:  # a new request is answered after that
+                continue
             join = joins.get(tenant.name, tenant.join)
             if tenant.name in left or join.settings != tenant.join.settings:
-                tenant.leaves = True  # with changed settings it is admitted again after that
-                tenant.micro_batches.clear()
+                self._let_go(tenant)  # with changed settings it is admitted again after that
             else:
                 tenant.join = join
         for name, join in joins.items():
@@ -219,7 +226,8 @@ class SharedTrainer:
         exit_stack = ExitStack()
         try:
             (directory / "status").mkdir(exist_ok=True)  # for the answer
-            if links := [path for path in (directory, *directory.iterdir()) if path.is_symlink()]:
+            entries = directory, *directory.glob("*"), *directory.glob("*/*")
+            if links := [path for path in entries if path.is_symlink()]:
                 raise UserError(f"{links[0]} is a link, which may lead to another tenant's files: remove it")
             if not free:
                 raise UserError(f"all {self.slots} slots are taken, by {', '.join(self.tenants)}")
@@ -262,6 +270,11 @@ class SharedTrainer:
     def _directory(self, name: str) -> Path:
         return tenant_dir(self.config.output_dir, name)
 
+    def _let_go(self, tenant: TenantTraining) -> None:
+        """Have a tenant end as soon as nothing of it is being written. A step that is not complete is left out."""
+        tenant.leaves, tenant.give_up = True, time.perf_counter() + self.config.dist_timeout
+        tenant.micro_batches.clear()
+
     def _end(self, tenant: TenantTraining) -> None:
         """Save what a tenant has and free its slot."""
         tenant.training.commit_last()
@@ -280,7 +293,9 @@ class SharedTrainer:
                     tenant.training.finish()
             except Exception as failure:  # noqa: BLE001 - as in `_guarded`
                 if failure is not error:
-                    logger.error("{}: {}", tenant.name, one_line(failure))
+                    self.unsaved.add(tenant.name)
+                    logger.error("{} is not saved: {}", tenant.name, one_line(failure))
+                    say_for(self._directory(tenant.name), "trainer", f"failed: {one_line(failure)}")
 
         self.leaving[tenant.name] = tenant, in_thread(close, f"end of {tenant.name}")
 
@@ -315,8 +330,10 @@ class SharedTrainer:
         training = tenant.training
         idle = training.versions.idle and training.checkpoints.idle
         if tenant.leaves:
+            if not idle and time.perf_counter() > tenant.give_up:
+                raise UserError(f"what was trained could not be written within {self.config.dist_timeout:.0f} s")
             return self._end(tenant) if idle else None
-        if tenant.micro_batches or (not idle and (tenant.sums is not None or training.done)):
+        if tenant.micro_batches or (not idle and tenant.sums is not None):
             return None
         if tenant.sums is not None:
             assert tenant.begun is not None
@@ -330,7 +347,7 @@ class SharedTrainer:
             training.versions.settle()
         training.checkpoints.poll(training.step)
         if training.done:
-            return self._end(tenant)
+            return self._let_go(tenant)
         training.report.status.step(training.step)
         waited, timeout = time.perf_counter() - tenant.waiting_since, self.config.rollout_timeout
         if not training.data.prepared(training.step):
@@ -339,8 +356,9 @@ class SharedTrainer:
             training.report.status.waiting(subject, "orchestrator", timeout)
             if waited > timeout:
                 training.report.text(f"no batch for {timeout:.0f} s: its slot is for others")
-                tenant.leaves = True
+                self._let_go(tenant)
             return None
+        perf.reset_peak_memory(self.world.device)
         training.waited = waited
         tenant.micro_batches.extend(training.read().batches)
         training.report.phase("queued for the trainer")

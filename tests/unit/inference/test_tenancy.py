@@ -53,7 +53,7 @@ class Server:
         body = (await receive())["body"]
         self.entered.append(current_tenant())
         await self.gate.wait()
-        (adapter,) = {self.adapters[name].lora_name if name in self.adapters else "no" for name in NAMES}
+        (adapter,) = {self.adapters[name].lora_name[10:] if name in self.adapters else "no" for name in NAMES}
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": body + f" by {adapter} adapter".encode()})
 
