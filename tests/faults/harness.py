@@ -201,7 +201,9 @@ def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Resu
             else:
                 status = _run_rl(cell, config, directory / "rl.log", faulty)
             ended = status != 0
-            if ended:
+            if ended and cell.tenants:
+                problems.append(f"a tenant, or the trainer, ended with status {status}")
+            elif ended:
                 problems += _badly_ended(cell, status, directory / "rl.log")
             if ended and not problems:
                 with Command("rl", "@", config, "--recover", log=directory / "recover.log", env=env) as rl:

@@ -144,6 +144,7 @@ class Report:
         if self._monitor is not None:
             self.text(f"{outcome}: {text}")
             self._monitor.close()
+            self._monitor = None
         self.status.done(outcome)
 
 

@@ -80,6 +80,7 @@ class Deployment:
 
     def run_to_the_end(self) -> dict[str, str | None]:
         self.run(lambda: not tenants.joins(self.root))
+        assert not self.trainer.unsaved
         return self.outcomes
 
 
