@@ -289,7 +289,6 @@ def test_turns_are_fair(costs, heavy):
         queue.charge(name, cost)
         spent[name] += cost
         assert abs(spent["a"] / heavy - spent["b"]) <= max(costs) * (1 + 1 / heavy)
-    assert queue.next(["a", "b", "c"], 0.0) in ("a", "b", "c")
     turns = []
     for cost in costs[:4]:
         turns.append(queue.next(["a", "b", "c"], 0.0))
