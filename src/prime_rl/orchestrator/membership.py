@@ -16,9 +16,6 @@ from prime_rl.wait import wait, wait_async
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
 
-_SHARED = ("max_steps", "async_level", "seed", "seq_len", "ckpt", "monitor")
-_OWN = ("optim", "scheduler", "loss")
-
 
 def prepare(config: "OrchestratorConfig") -> None:
     """Check that the deployment can train this tenant, claim its name, and export its key.
@@ -75,8 +72,9 @@ async def join(config: "OrchestratorConfig", status: Status) -> None:
 def trainer_settings(config: "OrchestratorConfig") -> dict[str, Any]:
     """Return what the tenant is trained with, by the keys of a TrainerConfig."""
     assert config.tenant is not None
-    settings = config.model_dump(mode="json", include={*_SHARED})
-    settings |= config.tenant.model_dump(mode="json", include={*_OWN}) | {"model": {"name": config.model.name}}
+    chosen = {*tenants.SETTINGS}
+    settings = config.model_dump(mode="json", include=chosen) | config.tenant.model_dump(mode="json", include=chosen)
+    settings["model"] = {"name": config.model.name}
     wandb = settings["monitor"]["wandb"] or {}
     wandb |= {key: f"{wandb[key]}-trainer" for key in ("name", "id") if wandb.get(key)}
     return settings

@@ -48,7 +48,6 @@ from prime_rl.wait import in_thread
 
 _LOOK_SECONDS = 0.2  # between two looks for tenants that join or leave
 _IDLE_SECONDS = 0.01  # between two looks for batches
-_SETTINGS = "model", "max_steps", "async_level", "seed", "seq_len", "ckpt", "optim", "scheduler", "loss", "monitor"
 
 
 class FairQueue:
@@ -428,7 +427,7 @@ def tenant_config(config: TrainerConfig, directory: Path, settings: dict[str, An
 
     Nothing in them leads out of its directory, or runs code of its own. Raises UserError if they contradict each other.
     """
-    own = {key: value for key, value in settings.items() if key in _SETTINGS}
+    own = {key: value for key, value in settings.items() if key in tenants.SETTINGS}
     values = config.model_dump() | {"tenants": None, "output_dir": directory, "recover": True}
     values["recovery_interval"] = config.recovery_interval or "auto"
     values["weights"]["port"] = 0  # each has a publisher of its own

@@ -24,6 +24,8 @@ from prime_rl.errors import UserError
 from prime_rl.monitor.status import read_record
 from prime_rl.transport.commit import write_atomically
 
+# What a tenant may choose, by the keys of a TrainerConfig.
+SETTINGS = "model", "max_steps", "async_level", "seed", "seq_len", "ckpt", "optim", "scheduler", "loss", "monitor"
 _Record = TypeVar("_Record")
 _OWNER, _JOIN = "tenant.json", "join.json"
 _TAKEN = "the tenant name {} is taken, by another key: choose another tenant.name, or give the key it joined with"
