@@ -1,7 +1,7 @@
 """Tenants that share a trainer and a server, against runs of the same work one after the other.
 
     uv run --group cpu python benchmarks/tenants.py --tenants 2 --json benchmarks/results/tenants_cpu.json
-    python benchmarks/tenants.py --device cuda --model Qwen/Qwen3-0.6B --json tenants.json     # one GPU
+    python benchmarks/tenants.py --device cuda --model 0.6B --json tenants.json     # one GPU
 
 Each tenant, and each run, trains LoRA on reverse-text with the default options of `rl`. Runs one after the other have
 the rate of one of them, so one is measured. The rate is that of steady state: samples that were trained from the fifth
@@ -34,19 +34,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tenants", type=int, default=4)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--model", help="a shape, with random weights (default: the bundled tiny model)")
+    parser.add_argument("--model", help="a shape (0.6B), with random weights (default: the bundled tiny model)")
     parser.add_argument("--model-dir", type=Path, help="where its weights are, or are written")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=32, help="of a reply, at most")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds of each run")
+    parser.add_argument("--scratch", type=Path, help="where the runs stay (default: nowhere)")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        scratch, model = Path(name), arguments.model_dir or REPOSITORY / "assets/tiny-reverse"
-        if arguments.model and not (model / "config.json").is_file():
+        scratch, model = arguments.scratch or Path(name), REPOSITORY / "assets/tiny-reverse"
+        if arguments.model:
             model = arguments.model_dir or scratch / "model"
-            write_random_model(model, arguments.model)
+            if not (model / "config.json").is_file():
+                write_random_model(model, arguments.model)
         alone, together = measure_alone(arguments, model, scratch), measure_tenants(arguments, model, scratch)
     row = {
         "machine": describe_machine() | {"gpus": describe_gpus() if arguments.device == "cuda" else []},

@@ -18,9 +18,13 @@ from conftest import make_tiny_model
 from prime_rl.config import TrainerConfig
 from prime_rl.monitor import Status
 from prime_rl.trainer import training_loop as loop
+from prime_rl.trainer.parallel import World, close_world
 from prime_rl.trainer.parameters import stored_tensors
+from prime_rl.trainer.report import Report
 from prime_rl.trainer.rl.train import make_recipe
+from prime_rl.trainer.shared_training import SharedTrainer
 from prime_rl.trainer.training_state import HostCopy, State
+from prime_rl.transport import tenants
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import write_batch
 from prime_rl.transport.weights import verify_weights
@@ -166,3 +170,44 @@ def test_a_saved_state_is_that_of_its_step(run_training, model, tmp_path, monkey
     state = load_file(tmp_path / "recovery" / "step_3" / "state" / "rank_0.safetensors")
     assert torch.equal(state[f"model.lm.{name}"], weights[name])
     assert not torch.equal(weights[name], version(tmp_path, 4)[name])
+
+
+def test_tenants_are_trained_together(
+    run_training: Run, world: World, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Micro-batches of several tenants in one product give each the adapter that it gets alone, to rounding, and
+    nothing is compiled for another mixture of them."""
+    every: dict[str, Any] = {"lora": {"rank": 16}, "seq_len": 2 * SEQ_LEN}
+    settings: list[dict[str, Any]] = [{"seed": seed, "seq_len": SEQ_LEN, "max_steps": STEPS} for seed in (1, 2, 3)]
+    shared = tmp_path / "shared"
+    deployment = config(shared, model, **every, tenants={"slots": 4}, max_steps=None, recovery_interval=99)
+    gradients, mixtures, graphs = SharedTrainer._gradients, [], []
+
+    def compute(trainer: SharedTrainer, parts: Any) -> Any:
+        graphs.append(counters["stats"]["unique_graphs"])
+        mixtures.append([tenant.name for tenant, _ in parts])
+        return gradients(trainer, parts)
+
+    monkeypatch.setattr(SharedTrainer, "_gradients", compute)
+    report = Report(deployment, "trainer", world, recover=True)
+    trainer = SharedTrainer(deployment, world, report)
+    for own in settings:
+        directory = tenants.tenant_dir(shared, f"t{own['seed']}")
+        write_rollouts(directory)
+        tenants.ask_to_join(directory, own | {"optim": {"lr": LR}, "async_level": STEPS})
+    trainer.run(lambda: not tenants.joins(shared))
+    report.status.close()
+    assert max(map(len, mixtures)) > 1
+    assert graphs == [graphs[0]] * len(graphs)
+    close_world()
+    for own in settings:
+        alone = tmp_path / f"alone-{own['seed']}"
+        write_rollouts(alone)
+        run_training(config(alone, model, **every | own))
+        want, got = (
+            load_file(root / "weights" / f"step_{STEPS}" / "adapter_model.safetensors")
+            for root in (alone, tenants.tenant_dir(shared, f"t{own['seed']}"))
+        )
+        for name, tensor in want.items():
+            off = (got[name].float() - tensor.float()).norm() / tensor.float().norm()
+            assert off < 0.1, f"{name}: {off}"
