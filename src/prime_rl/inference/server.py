@@ -23,6 +23,7 @@ from prime_rl.redact import is_secret
 from prime_rl.transport.settings import check_and_commit, dry_path
 
 WORKER_EXTENSION = "prime_rl.inference.staging.WeightsExtension"
+CAPTURED_REQUESTS = 512  # of one step, for which vLLM captures a graph by default
 LOOPBACK, ALL_ADDRESSES = "127.0.0.1", "0.0.0.0"
 _CONFIG = "PRIMERL_SERVER"
 
@@ -193,6 +194,8 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         if (tenants := config.lora.tenants) is not None:
             flags |= {"max_loras": config.lora.resident or tenants.slots, "max_cpu_loras": tenants.slots}
         flags["lora_target_modules"] = checks.adapted_modules(config.model.name, experts=not cpu)
+        # One request more, and a step takes several times as long: the host launches each adapter's kernels by itself.
+        flags["max_num_seqs"] = None if cpu else CAPTURED_REQUESTS
     if (kind := config.quantization) is not None:
         # Of a model on the hub vLLM finds out by itself.
         already = model is not None and "quantization_config" in read_json(model / "config.json")

@@ -38,7 +38,7 @@ PAUSE_SECONDS = 120.0  # for the engine to stop at the end of a step, or to resu
 ANSWER_SECONDS = 10.0  # for a call that only asks
 POLL_SECONDS = 0.01  # between two calls that ask for the progress of staging
 FIRST_STAGING_SECONDS = 0.05  # expected before the first version
-INLINE_SECONDS = 0.01  # a version whose staging takes less is staged by its load, which waits at most 5 times as long
+INLINE_SECONDS = 0.03  # a version whose staging takes less is staged by its load, which waits at most twice as long
 EXCHANGE_FAILED = 424  # HTTP's "failed dependency": the exchange with the trainer failed; a retry may succeed
 _PREFERENCE = ("device", "host", "nowhere")  # where workers keep a staged version, the best first
 
@@ -215,7 +215,7 @@ class WeightService:
         answers: list[dict[str, Any]] = []
         try:
             if self._inline and self._in_place:
-                answers = await self._swap(directory, identity, change, (*self._stage_options, 5 * INLINE_SECONDS))
+                answers = await self._swap(directory, identity, change, (*self._stage_options, 2 * INLINE_SECONDS))
             await self._stage(manifest, change, answers)
             if not answers or answers[0]["state"] != "loaded":
                 await self._swap(directory, identity, change)

@@ -51,6 +51,18 @@ class DroppedError(Exception):
     """The version is not wanted any more."""
 
 
+@dataclass
+class Memory:
+    """A buffer and its views: tensors of these names, types and shapes, in this order."""
+
+    buffer: Tensor
+    ranges: Ranges
+    kinds: list[tuple[str, str, list[int]]]
+    tensors: list[tuple[str, Tensor]]
+    place: Place
+    stream: "torch.cuda.Stream | None"  # that fills it: torch keeps free memory by stream
+
+
 class Staging:
     """One version, staged by a thread that starts with the construction. Its memory is held until `drop`.
 
@@ -61,19 +73,22 @@ class Staging:
         on_device: The device's memory may be used.
         verify: Hash files that are kept nowhere. One worker of an engine does.
         sharing: Workers that share the host's memory.
+        memory: Of a version that is loaded. It is used again if the next one has the same tensors.
     """
 
     def __init__(
         self, directory: Path, digest: str, device: torch.device, subscriber: Subscriber, *,
-        on_device: bool = True, verify: bool = True, sharing: int = 1,
+        on_device: bool = True, verify: bool = True, sharing: int = 1, memory: Memory | None = None,
     ) -> None:  # fmt: skip
         self.directory, self.digest = directory, digest
-        self.tensors: list[tuple[str, Tensor]] = []  # in the order of the manifest; none if they are kept nowhere
-        self.place: Place = "nowhere"  # where they are kept
+        self.memory: Memory | None = None  # where the tensors are
+        self.place: Place = "nowhere"
         self.seconds = 0.0  # that staging took
         self._device, self._subscriber = device, subscriber
         self._on_device, self._verify, self._sharing = on_device, verify, sharing
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._earlier, self._stream = memory, None if memory is None else memory.stream
+        if self._stream is None and device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
         self._dropped = threading.Event()
         self._blocks = 0  # a sign of progress; threads may lose counts of each other
         self._error: Exception | None = None
@@ -102,13 +117,13 @@ class Staging:
     def drop(self) -> None:
         """Stop reading and free the memory, at once or after the present block."""
         self._dropped.set()
-        self.tensors = []
+        self.memory = None
 
     def _run(self) -> None:
         began = time.perf_counter()
         try:
             with self._side_stream():
-                self.tensors = self._stage()
+                self.memory = self._stage()
         except Exception as error:  # noqa: BLE001 - raised by `wait`
             traceback.clear_frames(error.__traceback__)  # they refer to the buffer, as those of its causes do
             for cause in (error.__cause__, error.__context__):
@@ -116,7 +131,7 @@ class Staging:
             self._error = error.with_traceback(None)
         self.seconds = time.perf_counter() - began
         if self._dropped.is_set():  # meanwhile
-            self.tensors = []
+            self.memory = None
 
     def manifest(self) -> WeightsManifest:
         """The version's manifest. Raises ExchangeError if it was committed anew, CommitError if it is gone."""
@@ -125,9 +140,26 @@ class Staging:
             raise ExchangeError(f"{self.directory} was committed anew: {manifest.hash[:12]}, not {self.digest[:12]}")
         return manifest
 
-    def _stage(self) -> list[tuple[str, Tensor]]:
+    @property
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """In the order of the manifest; none if they are kept nowhere."""
+        return [] if self.memory is None else self.memory.tensors
+
+    def _stage(self) -> Memory | None:
         manifest = self.manifest()
         weights.check_hash(manifest)
+        kinds = [(name, entry.dtype, entry.shape) for name, entry in manifest.tensors.items()]
+        memory, self._earlier = self._earlier, None
+        if memory is None or memory.kinds != kinds:
+            del memory
+            memory = self._make_memory(manifest, kinds)
+        if memory is not None:
+            self.place = memory.place
+            fill = self._read if manifest.publisher is None else self._receive
+            fill(manifest, memory.ranges, memory.buffer)
+        return memory
+
+    def _make_memory(self, manifest: WeightsManifest, kinds: list[tuple[str, str, list[int]]]) -> Memory | None:
         ranges, size = layout(manifest.tensors)
         self.place = self._choose(size)
         if self.place == "nowhere":
@@ -137,11 +169,10 @@ class Staging:
                 raise UserError(f"{no_tensors_message(self.directory)}, and there is no memory here to receive them")
             if self._verify:
                 weights.check_tensors(manifest, weights.hash_directory(manifest.files, self._progress))
-            return []
+            return None
         buffer = self._allocate(size)
-        fill = self._read if manifest.publisher is None else self._receive
-        fill(manifest, ranges, buffer)
-        return list(tensor_views(buffer, manifest.tensors))
+        views = list(tensor_views(buffer, manifest.tensors))
+        return Memory(buffer, ranges, kinds, views, self.place, self._stream)
 
     def _choose(self, size: int) -> Place:
         use_device = self._on_device and self._device.type == "cuda"
@@ -225,6 +256,7 @@ class Held:
     identity: Identity | None = None  # what is served; None: the weights that it was started with
     staging: Staging | None = None
     subscriber: Subscriber = field(default_factory=Subscriber)
+    memory: Memory | None = None  # of an adapter that was loaded in place: the next one needs the same
     slot: compat.AdapterSlot | None = None  # versions are adapters: vLLM cannot load full weights beside them
 
 
@@ -270,9 +302,10 @@ class WeightsExtension:
         self.prime_unstage(number)
         sharing = servers_on_host * self.vllm_config.parallel_config.world_size
         held = self.prime_held[number]
+        memory, held.memory = held.memory, None  # a thread that hangs may still write to it when another is started
         held.staging = Staging(
             Path(directory), digest, self.device, held.subscriber,
-            on_device=on_device, verify=self.rank == 0, sharing=sharing,
+            on_device=on_device, verify=self.rank == 0, sharing=sharing, memory=memory,
         )  # fmt: skip
         return held.staging.answer(seconds)
 
@@ -285,7 +318,7 @@ class WeightsExtension:
         if held.staging is not None:
             held.staging.drop()
             held.staging = None
-            if self.device.type == "cuda":
+            if self.device.type == "cuda" and held.memory is None:
                 torch.cuda.empty_cache()  # for other processes
 
     def prime_load(self, number: int, directory: str, identity: Identity, stage: Sequence[Any] = ()) -> dict[str, Any]:
@@ -305,7 +338,7 @@ class WeightsExtension:
         held, in_place = self.prime_held[number], False
         staging, slot = held.staging, held.slot
         if slot is not None and "adapter" not in identity:
-            in_place = slot.clear()
+            in_place, held.memory = slot.clear(), None
         elif staging is None:
             self.prime_reload(Path(directory))
         elif (str(staging.directory), staging.digest) != (directory, identity["hash"]):
@@ -320,6 +353,7 @@ class WeightsExtension:
                     tensors = self.prime_tensors(staging, identity)
                     if slot is not None:
                         in_place = slot.load(dict(tensors), identity["adapter"])
+                        held.memory = staging.memory if in_place else None
                     else:
                         self.prime_reload(tensors)
                 except Exception:

@@ -86,7 +86,7 @@ class WeightCopy:
         """
         self.allocate()
         views = dict(tensor_views(self.buffer, self.tensors)) if self.world.is_main else {}
-        began = now(self.world.device)
+        began, targets, parts = now(self.world.device), list[Tensor](), list[Tensor]()
         if self.world.writes:  # the others hold replicas of the same rows
             for _, group in groupby(self.stored, key=lambda tensor: id(tensor.parameter)):
                 tensors = list(group)
@@ -94,8 +94,15 @@ class WeightCopy:
                 whole = self._whole(parameter)
                 if not self.is_adapter and parameter in self._sums:
                     whole = self._sums[parameter](whole, self._whole)
-                for tensor in tensors if self.world.is_main else ():
-                    views[tensor.name].copy_(whole[tensor.index], non_blocking=True)
+                if not self.world.is_main:
+                    continue
+                targets += [views[tensor.name] for tensor in tensors]
+                parts += [whole[tensor.index] for tensor in tensors]
+                if not self.is_adapter:  # a gathered layer is not kept; adapters are hundreds of small tensors
+                    torch._foreach_copy_(targets, parts, non_blocking=True)
+                    targets, parts = [], []
+        if targets:
+            torch._foreach_copy_(targets, parts, non_blocking=True)
         return began, now(self.world.device)
 
     def _whole(self, parameter: Tensor) -> Tensor:

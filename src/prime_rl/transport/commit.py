@@ -101,7 +101,7 @@ class Stage:
                 files[name] = {"size": path.stat().st_size, "xxh3": hashes.get(name) or hash_file(path)}
             faults.point(f"fsync:{subject}")
             manifest = Manifest(step, producer, self.nonce, files, extra or {})
-            (self.path / MANIFEST).write_bytes(json.dumps(vars(manifest), indent=1).encode())
+            (self.path / MANIFEST).write_bytes(json.dumps(vars(manifest)).encode())
             sync(self.path / MANIFEST)
             faults.point(f"manifest:{subject}", self.path / MANIFEST)
             for folder in {path.parent for path in self.path.rglob("*")}:

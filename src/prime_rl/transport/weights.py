@@ -325,6 +325,6 @@ def make_durable(directory: Path, write: Callable[[Path], Mapping[str, TensorEnt
             name: vars(replace(hashed[name], checksum=entry.checksum)) for name, entry in manifest.tensors.items()
         }
         extra = {key: value for key, value in committed.extra.items() if key != "publisher"} | {"tensors": tensors}
-        text = json.dumps(vars(committed) | {"files": files, "extra": extra}, indent=1)
+        text = json.dumps(vars(committed) | {"files": files, "extra": extra})
         commit.write_atomically(directory / commit.MANIFEST, text.encode())
     faults.point(f"lasts:{commit.subject_of(directory)}")
