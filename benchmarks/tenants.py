@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=32, help="of a reply, at most")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds of each run")
+    parser.add_argument("--part", choices=("alone", "together"), help="measure one alone; the other is in --json")
     parser.add_argument("--scratch", type=Path, help="where the runs stay (default: nowhere)")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
@@ -49,15 +50,18 @@ def main() -> None:
             model = arguments.model_dir or scratch / "model"
             if not (model / "config.json").is_file():
                 write_random_model(model, arguments.model)
-        alone, together = measure_alone(arguments, model, scratch), measure_tenants(arguments, model, scratch)
-    row = {
-        "machine": describe_machine() | {"gpus": describe_gpus() if arguments.device == "cuda" else []},
-        "command": " ".join(sys.argv),
-        "tenants": arguments.tenants,
-        "alone": alone,
-        "together": together,
-        "times": together["samples_per_second"] / alone["samples_per_second"],
-    }
+        row = {
+            "machine": describe_machine() | {"gpus": describe_gpus() if arguments.device == "cuda" else []},
+            "command": " ".join(sys.argv),
+            "tenants": arguments.tenants,
+        }
+        if arguments.part is not None and arguments.json.exists():
+            row = json.loads(arguments.json.read_text()) | row
+        for part, measure in (("alone", measure_alone), ("together", measure_tenants)):
+            if arguments.part in (None, part):
+                row[part] = measure(arguments, model, scratch)
+    if row.keys() >= {"alone", "together"}:
+        row["times"] = row["together"]["samples_per_second"] / row["alone"]["samples_per_second"]
     arguments.json.write_text(json.dumps(row, indent=1) + "\n")
     print(json.dumps(row, indent=1))
 

@@ -95,7 +95,7 @@ for part in $parts; do
             ;;
         tenants) # four on one GPU, and one run alone
             clear_gpus
-            run tenants 500 "$here/tenants.py" --device cuda --model 0.6B --model-dir "$model" --batch-size 128 --tokens 128 \
+            run tenants 500 "$here/tenants.py" --device cuda --model 0.6B --model-dir "$model" --batch-size 64 --tokens 128 \
                 --timeout 240 --json "$out/tenants.json" ${SCRATCH:+--scratch "$SCRATCH"}
             ;;
         bench) # the trainer's own command, without any option, beside the same case of `bars`
