@@ -328,11 +328,14 @@ class SharedTrainer:
         tenant whose last version or checkpoint is still written waits itself."""
         training = tenant.training
         idle = training.versions.idle and training.checkpoints.idle
+        computed = tenant.sums is not None and not tenant.micro_batches
+        if not idle and (computed or tenant.leaves):
+            training.rows.flush()  # a checkpoint waits for the row of its step
         if tenant.leaves:
             if not idle and time.perf_counter() > tenant.give_up:
                 raise UserError(f"what was trained could not be written within {self.config.dist_timeout:.0f} s")
             return self._end(tenant) if idle else None
-        if tenant.micro_batches or (not idle and tenant.sums is not None):
+        if tenant.micro_batches or (computed and not idle):
             return None
         if tenant.sums is not None:
             assert tenant.begun is not None

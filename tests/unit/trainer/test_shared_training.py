@@ -22,7 +22,7 @@ from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.packing import collate
 from prime_rl.trainer.parallel import close_world, init_world
-from prime_rl.trainer.report import Report
+from prime_rl.trainer.report import MetricRows, Report
 from prime_rl.trainer.shared_training import FairQueue, SharedTrainer, SlotPolicy, tenant_config
 from prime_rl.trainer.source import find_model
 from prime_rl.transport import tenants
@@ -163,6 +163,23 @@ def test_steps_that_are_computed_together(
         want, got = (load_file(root / file) for root in (tmp_path / f"alone-{settings['seed']}", directory))
         for name, tensor in want.items():
             torch.testing.assert_close(got[name], tensor, atol=2e-5, rtol=1e-3, msg=name)
+
+
+def test_rows_that_are_written_late(
+    alone: Callable[..., dict[int, str]], deploy: Callable[..., Deployment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: where a step's row is written in the next step, as on GPUs, checkpoints that wait for it hold nobody up,
+    neither a tenant that goes on nor one that leaves."""
+    want = alone(ALICE)
+    monkeypatch.setattr(MetricRows, "put", lambda rows, row: setattr(rows, "_row", row))
+    one = deploy(recovery_interval=1)
+    directory = one.join("alice", ALICE)
+    one.run(lambda: len(support.hashes(directory)) > 2)
+    tenants.leave(directory)
+    one.run(lambda: one.outcomes["alice"] == "stopped")
+    one.join("alice", ALICE)
+    assert one.run_to_the_end() == {"alice": "finished"}
+    assert support.hashes(directory) == want
 
 
 def test_what_fails_for_one_reaches_no_other(alone, deploy):
