@@ -230,19 +230,18 @@ class AdapterSlot:
         self._scaled: list[Any] = []  # of them those of B
         self.clear()
 
-    def clear(self) -> bool:
-        """Hold an adapter of zeros, and answer as `load`. There is always one: without it a step with requests in
-        flight would have vLLM look for its files, and the engine would die."""
+    def clear(self) -> None:
+        """Hold an adapter of zeros. There is always one: without it a step with requests in flight would have vLLM look
+        for its files, and the engine would die."""
         import torch
 
         if self._targets:
             torch._foreach_zero_(self._targets)
         else:
             self._put(self._manager.create_dummy_lora(self._number, 1, self._runner.lora_manager.embedding_modules))
-        return bool(self._targets)
 
     def load(self, tensors: Mapping[str, Any], config: dict[str, Any]) -> bool:
-        """Hold an adapter in PEFT's form. Return whether the next of the same shapes can be loaded without a pause.
+        """Hold an adapter in PEFT's form. Return whether it was copied: else vLLM may have kept the tensors.
 
         Raises RuntimeError if a tensor is for no layer that vLLM has: it would leave that out without a word.
         """

@@ -23,7 +23,9 @@ from prime_rl.redact import is_secret
 from prime_rl.transport.settings import check_and_commit, dry_path
 
 WORKER_EXTENSION = "prime_rl.inference.staging.WeightsExtension"
-CAPTURED_REQUESTS = 512  # of one step, for which vLLM captures a graph by default
+# Tokens of a step for which vLLM captures graphs. By default they end at 512, and a step of one token more, of requests
+# and of prompts, takes several times as long with adapters: the host launches each one's kernels by itself.
+CAPTURED_TOKENS = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, 1024, 32), *range(1024, 2049, 128)]
 LOOPBACK, ALL_ADDRESSES = "127.0.0.1", "0.0.0.0"
 _CONFIG = "PRIMERL_SERVER"
 
@@ -194,8 +196,6 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         if (tenants := config.lora.tenants) is not None:
             flags |= {"max_loras": config.lora.resident or tenants.slots, "max_cpu_loras": tenants.slots}
         flags["lora_target_modules"] = checks.adapted_modules(config.model.name, experts=not cpu)
-        # One request more, and a step takes several times as long: the host launches each adapter's kernels by itself.
-        flags["max_num_seqs"] = None if cpu else CAPTURED_REQUESTS
     if (kind := config.quantization) is not None:
         # Of a model on the hub vLLM finds out by itself.
         already = model is not None and "quantization_config" in read_json(model / "config.json")
@@ -224,6 +224,9 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         # One sequence at a time, computed the same way whatever came before: equal seeds give equal tokens.
         flags |= {"max_num_seqs": 1, "enable_chunked_prefill": False, "enable_prefix_caching": False}
     extra = {name.replace("-", "_"): value for name, value in config.vllm.items()}
+    own = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"} & extra.keys()
+    if config.lora is not None and not (cpu or config.enforce_eager or own):
+        flags["cudagraph_capture_sizes"] = CAPTURED_TOKENS
     for name, value in extra.items():
         rejected = {} if value is None or value is False else _REJECTED_UNLESS_OFF | (_REJECTED_ON_CPU if cpu else {})
         if why := (rejected | _REJECTED).get(

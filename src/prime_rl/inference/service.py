@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +93,9 @@ class WeightService:
         engine: Answers for all of the `engines` data-parallel engines behind this server.
         root: Where versions may lie, a real path (None: anywhere).
         status: Shows a change under way, during which the engine does not answer, with its deadline.
-        number: Of the adapter in the engine, among several tenants' (None: no tenant's). Its loads never pause the
-            engine; the requests of a tenant whose adapter could not be loaded are refused, nobody else's.
-        adapters: Versions are adapters, such as these (None: full weights).
+        number: Of the adapter in the engine, among several tenants' (None: no tenant's). Where it could not be loaded
+            the engine goes on for the others, and this tenant's requests are refused.
+        adapters: Versions are adapters, such as these (None: full weights). Their loads do not pause the engine.
         on_device: Workers may stage new weights in the GPU's memory, else in the host's, as `servers_on_host` engines
             do at the same time.
     """
@@ -111,12 +111,10 @@ class WeightService:
         self._status = status
         self._stage_options = servers_on_host, on_device
         self._least_staging: float | None = None  # seconds, of the versions since one that no load could wait for
-        self._inline = False  # by one rank, which stages the next version when it loads it, if there is no pause
+        self._inline = False  # one rank stages the next adapter when it loads it
         self._lock = asyncio.Lock()  # bounded: `_run_exclusively` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
         self._boot, self._loads = secrets.token_hex(8), 0
-        self._in_place = False  # the next version of these shapes can be loaded while the engine samples
-        self._shapes: dict[str, list[int]] = {}
         self._paused_by_client = False
         self._broken: str | None = None  # why the weights are unusable
         self.failures = 0  # how often they became so
@@ -210,12 +208,16 @@ class WeightService:
         identity: dict[str, Any] = {"version": version, "hash": manifest.hash, "weight_dir": str(directory)}
         if manifest.adapter is not None:
             identity["adapter"] = manifest.adapter.config
-            shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
-            self._in_place, self._shapes = self._in_place and shapes == self._shapes, shapes
         answers: list[dict[str, Any]] = []
         try:
-            if self._inline and self._in_place:
-                answers = await self._swap(directory, identity, change, (*self._stage_options, 2 * INLINE_SECONDS))
+            if self._inline and self._broken is None:
+                source = (
+                    None
+                    if manifest.publisher is None
+                    else (version, manifest.incarnation, *astuple(manifest.publisher))
+                )
+                stage = *self._stage_options, 2 * INLINE_SECONDS, source
+                answers = await self._swap(directory, identity, change, stage)
             await self._stage(manifest, change, answers)
             if not answers or answers[0]["state"] != "loaded":
                 await self._swap(directory, identity, change)
@@ -271,7 +273,7 @@ class WeightService:
             raise Rejected(status, f"{directory} could not be {what}, the previous weights go on: {worst['why']}")
         seconds = max(answer["seconds"] for answer in answers)
         self._least_staging = seconds if self._least_staging is None else min(self._least_staging, seconds)
-        self._inline = len(answers) == 1 and self._least_staging < INLINE_SECONDS
+        self._inline = self._adapters is not None and len(answers) == 1 and self._least_staging < INLINE_SECONDS
         change.place = max((answer["place"] for answer in answers), key=_PREFERENCE.index)
         if change.place == "nowhere":
             logger.info("no memory to keep a second copy of the weights: they are read while generation is paused")
@@ -282,11 +284,11 @@ class WeightService:
         """Pause, load on every rank, resume. After a failed load the engine stays paused, with its requests,
         until a load succeeds: half-loaded weights would be sampled from.
 
-        An adapter of known shapes, or of a tenant, is loaded between two steps of the engine, without a pause. Requests
-        in flight keep their context. `stage`: of `prime_load`, whose answers are returned.
+        An adapter is loaded between two steps of the engine, without a pause. Requests in flight keep their context.
+        `stage`: of `prime_load`, whose answers are returned.
         """
         version = identity["version"]
-        pauses = not (self._in_place or self._shared)
+        pauses = self._adapters is None or (self._broken is not None and not self._shared)
         if self._status is not None:
             self._status.waiting(f"version {version} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
         try:
@@ -304,7 +306,7 @@ class WeightService:
                     reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
                     self._broken = f"{directory} could not be loaded, nothing is sampled until a version is: {reason}"
                     logger.error("{}", self._broken)
-                    self.failures, self._in_place = self.failures + 1, False
+                    self.failures += 1
                     if not pauses and not self._shared:
                         with suppress(Rejected):
                             await self._stop()
@@ -316,8 +318,7 @@ class WeightService:
                 change.seconds["pause"] -= beside
                 if answers[0]["state"] != "loaded":
                     return answers
-                self._broken, self._in_place = None, all(answer["in_place"] for answer in answers)
-                self._loads += 1
+                self._broken, self._loads = None, self._loads + 1
                 if pauses:
                     await self._resume_if_usable()
         finally:
@@ -347,7 +348,7 @@ class WeightService:
             async with _engine_call("resume", PAUSE_SECONDS):
                 await self._engine.resume_generation()  # of several engines none does while one is pausing
         except Rejected as rejection:
-            self._resume_error, self._in_place = rejection.message, False
+            self._resume_error = rejection.message
             raise
         self._resume_error = None
 

@@ -35,7 +35,13 @@ from prime_rl.processes import follow
 from prime_rl.transport import weights
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.exchange import ExchangeError, Subscriber, checksums, layout, tensor_views
-from prime_rl.transport.weights import WeightsManifest, no_tensors_message, weights_manifest
+from prime_rl.transport.weights import (
+    PublisherAddress,
+    TensorEntry,
+    WeightsManifest,
+    no_tensors_message,
+    weights_manifest,
+)
 
 Place = Literal["device", "host", "nowhere"]
 Ranges = Mapping[str, tuple[int, int]]  # by tensor: its start in the buffer and its size, in bytes
@@ -74,11 +80,13 @@ class Staging:
         verify: Hash files that are kept nowhere. One worker of an engine does.
         sharing: Workers that share the host's memory.
         memory: Of a version that is loaded. It is used again if the next one has the same tensors.
+        source: What is to be received into it without reading the manifest first, which takes as long as all the rest.
     """
 
     def __init__(
         self, directory: Path, digest: str, device: torch.device, subscriber: Subscriber, *,
         on_device: bool = True, verify: bool = True, sharing: int = 1, memory: Memory | None = None,
+        source: WeightsManifest | None = None,
     ) -> None:  # fmt: skip
         self.directory, self.digest = directory, digest
         self.memory: Memory | None = None  # where the tensors are
@@ -87,6 +95,7 @@ class Staging:
         self._device, self._subscriber = device, subscriber
         self._on_device, self._verify, self._sharing = on_device, verify, sharing
         self._earlier, self._stream = memory, None if memory is None else memory.stream
+        self._source = source
         if self._stream is None and device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
         self._dropped = threading.Event()
@@ -146,10 +155,12 @@ class Staging:
         return [] if self.memory is None else self.memory.tensors
 
     def _stage(self) -> Memory | None:
+        memory, self._earlier = self._earlier, None
+        if memory is not None and self._source is not None:
+            return self._refill(memory, self._source)
         manifest = self.manifest()
         weights.check_hash(manifest)
         kinds = [(name, entry.dtype, entry.shape) for name, entry in manifest.tensors.items()]
-        memory, self._earlier = self._earlier, None
         if memory is None or memory.kinds != kinds:
             del memory
             memory = self._make_memory(manifest, kinds)
@@ -157,6 +168,17 @@ class Staging:
             self.place = memory.place
             fill = self._read if manifest.publisher is None else self._receive
             fill(manifest, memory.ranges, memory.buffer)
+        return memory
+
+    def _refill(self, memory: Memory, source: WeightsManifest) -> Memory:
+        """Receive a version of the same tensors. It is the one that is wanted if the checksums of what has arrived make
+        its hash."""
+        self.place = memory.place
+        self._subscriber.receive(source, memory.buffer, self._progress)
+        sums = checksums(memory.buffer, memory.ranges)
+        tensors = {name: TensorEntry("", dtype, shape, "", sums[name]) for name, dtype, shape in memory.kinds}
+        if weights.version_hash(tensors) != self.digest:
+            raise ExchangeError(f"what was received is not {self.directory}")
         return memory
 
     def _make_memory(self, manifest: WeightsManifest, kinds: list[tuple[str, str, list[int]]]) -> Memory | None:
@@ -295,17 +317,28 @@ class WeightsExtension:
             return {"error": str(error) or type(error).__name__}
 
     def prime_stage(
-        self, number: int, directory: str, digest: str, servers_on_host: int, on_device: bool, seconds: float = 0.0
-    ) -> dict[str, Any]:
+        self, number: int, directory: str, digest: str, servers_on_host: int, on_device: bool, seconds: float = 0.0,
+        source: Sequence[Any] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """Begin to stage a committed version with this hash (see `Staging`), and return the progress after `seconds`.
-        `servers_on_host`: engines that do so at the same time; those of a dense model do not know of each other."""
+
+        Args:
+            servers_on_host: Engines that do so at the same time; those of a dense model do not know of each other.
+            source: Of an adapter in the trainer's memory: version, incarnation, and what a `PublisherAddress` holds.
+        """
         self.prime_unstage(number)
         sharing = servers_on_host * self.vllm_config.parallel_config.world_size
         held = self.prime_held[number]
         memory, held.memory = held.memory, None  # a thread that hangs may still write to it when another is started
+        known = None
+        if source is not None:
+            version, incarnation, *address = source
+            publisher = PublisherAddress(*address)
+            known = WeightsManifest(version, incarnation, digest, {}, None, Path(directory), publisher=publisher)
         held.staging = Staging(
             Path(directory), digest, self.device, held.subscriber,
             on_device=on_device, verify=self.rank == 0, sharing=sharing, memory=memory,
+            source=known,
         )  # fmt: skip
         return held.staging.answer(seconds)
 
@@ -325,8 +358,8 @@ class WeightsExtension:
         """Load the staged version, or if none is staged the base model in `directory`, and serve it as `identity`
         (empty: as the weights that it was started with). `stage`: stage it first, with these options of `prime_stage`.
 
-        Returns the state "loaded", the weights `served`, and `in_place`: whether the next adapter can be loaded beside
-        sampling; or the progress of staging, not "ready": nothing was changed. `blocked`: seconds of the engine's time.
+        Returns the state "loaded" and the weights `served`; or the progress of staging, not "ready": nothing was
+        changed. `blocked`: seconds of the engine's time.
 
         After a failure on any rank the model is unusable until all have loaded another version; an adapter is zeros.
         """
@@ -335,10 +368,11 @@ class WeightsExtension:
             progress = self.prime_stage(number, directory, identity["hash"], *stage)
             if progress["state"] != "ready":
                 return progress | {"blocked": time.perf_counter() - began}
-        held, in_place = self.prime_held[number], False
+        held = self.prime_held[number]
         staging, slot = held.staging, held.slot
         if slot is not None and "adapter" not in identity:
-            in_place, held.memory = slot.clear(), None
+            slot.clear()
+            held.memory = None
         elif staging is None:
             self.prime_reload(Path(directory))
         elif (str(staging.directory), staging.digest) != (directory, identity["hash"]):
@@ -352,7 +386,7 @@ class WeightsExtension:
                 try:
                     tensors = self.prime_tensors(staging, identity)
                     if slot is not None:
-                        in_place = slot.load(dict(tensors), identity["adapter"])
+                        in_place = slot.load(dict(tensors), identity["adapter"])  # else vLLM may keep the tensors
                         held.memory = staging.memory if in_place else None
                     else:
                         self.prime_reload(tensors)
@@ -365,8 +399,7 @@ class WeightsExtension:
                         torch.cuda.current_stream(self.device).synchronize()
         self.prime_unstage(number)
         held.identity = identity
-        loaded = {"state": "loaded", "in_place": in_place, "served": identity}
-        return progress | loaded | {"blocked": time.perf_counter() - began}
+        return progress | {"state": "loaded", "served": identity, "blocked": time.perf_counter() - began}
 
     def prime_served(self, number: int = compat.ADAPTER) -> Identity | None:
         """The weights that this rank serves under a number; None for those it was started with."""

@@ -69,6 +69,11 @@ NODE_FLAGS = {"--" + name.replace("_", "-"): str(value) for name, value in NODES
         (CUDA, {"vllm": {"enable_chunked_prefill": True}}, {"--enable-chunked-prefill": None}, set()),
         (CUDA, {"vllm": {"deep": {"x": {"y": [1, 2.5, None]}}}}, {"--deep": '{"x": {"y": [1, 2.5, null]}}'}, set()),
         (CUDA, {"pipeline_parallel_size": 2}, {"--pipeline-parallel-size": "2"}, set()),
+        # Graphs of all steps that adapters are likely to have, unless the user says which.
+        (CUDA, {"lora": {}}, {"--enable-lora": None, "--cudagraph-capture-sizes": "1"}, set()),
+        (CUDA, {"lora": {}, "vllm": {"max-cudagraph-capture-size": 8}}, {"--max-cudagraph-capture-size": "8"},
+         {"--cudagraph-capture-sizes"}),
+        (CPU, {"lora": {}}, {"--enable-lora": None}, {"--cudagraph-capture-sizes"}),
         (CUDA, {"model": {"trust_remote_code": True}}, {"--trust-remote-code": None}, set()),
         # Two nodes of eight GPUs: the first serves, the second runs engines only.
         (CUDA, NODES, NODE_FLAGS, {"--headless"}),

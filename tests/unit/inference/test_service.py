@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import struct
 import threading
 from collections.abc import Awaitable, Callable
@@ -12,9 +13,16 @@ from typing import Any
 import pytest
 
 from prime_rl.inference.service import ServedBase, WeightService
-from prime_rl.inference.version_files import Rejected, check_fit, check_version, resolve
+from prime_rl.inference.version_files import Adapters, Rejected, check_fit, check_version, resolve
 from prime_rl.transport.commit import step_dir
-from prime_rl.transport.weights import PublisherAddress, TensorEntry, manifest_extra, write_base_version
+from prime_rl.transport.weights import (
+    PublisherAddress,
+    TensorEntry,
+    hash_directory,
+    manifest_extra,
+    version_hash,
+    write_base_version,
+)
 from support.committing import commit_empty, commit_weights
 
 READY = {"state": "ready", "place": "host", "seconds": 0.1}
@@ -37,7 +45,7 @@ class FakeEngine:
         self.when_asked: Callable[[], object] = lambda: None
         self.served: dict[int, list[dict[str, Any] | None]] = {}  # by number, of every rank
         self.hanging: set[int] = set()  # numbers whose versions are read without end
-        self.in_place, self.ranks = False, 1
+        self.ranks = 1
 
     async def pause_generation(self) -> None:
         if "pause" in self.fail:
@@ -74,7 +82,7 @@ class FakeEngine:
         if method != "prime_load":
             return [None]
         self.served[args[0]] = [args[2]] * self.ranks
-        answer = QUICK | {"state": "loaded", "in_place": self.in_place, "served": args[2], "blocked": 0.0}
+        answer = QUICK | {"state": "loaded", "served": args[2], "blocked": 0.0}
         return [answer] * self.ranks
 
     async def until(self, call: str) -> None:
@@ -83,13 +91,32 @@ class FakeEngine:
                 await asyncio.sleep(0.01)
 
 
-def write_tensor(directory: Path, value: int) -> None:
-    header = json.dumps({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
-    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes([value] * 4))
+def write_tensor(directory: Path, value: int, name: str = "a", shape: tuple[int, ...] = (4,)) -> None:
+    size = math.prod(shape)
+    header = json.dumps({name: {"dtype": "U8", "shape": shape, "data_offsets": [0, size]}}).encode()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes([value] * size))
 
 
 def commit(root: Path, version: int, value: int | None = None) -> Path:
     return commit_weights(root, version, lambda place: write_tensor(place, version if value is None else value))
+
+
+LAYER = "model.q_proj"
+ADAPTERS = Adapters(2, ["q_proj"])
+
+
+def commit_adapter(root: Path, version: int, base: Path) -> Path:
+    """Half of one: a server that holds adapters takes it."""
+    description = {"base": version_hash(hash_directory(base)), "config": {"r": 2}}
+    half = f"base_model.model.{LAYER}.lora_A.weight", (2, 4)
+    return commit_weights(root, version, lambda place: write_tensor(place, version, *half), adapter=description)
+
+
+@pytest.fixture
+def wide_base(base: Path) -> Path:
+    """One with a layer that can have an adapter."""
+    write_tensor(base, 0, f"{LAYER}.weight", (4, 4))
+    return base
 
 
 @pytest.fixture
@@ -149,18 +176,19 @@ async def test_an_update(engine: FakeEngine, service: WeightService, root: Path)
 
 
 async def test_a_version_that_is_staged_quickly_is_staged_by_its_load(
-    engine: FakeEngine, service: WeightService, root: Path
+    engine: FakeEngine, wide_base: Path, root: Path
 ) -> None:
-    """Contract: one call, where one rank staged quickly and loads without a pause. What is late is waited for beside
+    """Contract: one call, where one rank staged an adapter quickly. What is late is waited for beside
     generation, as the next one is; what is wrong is refused, with nothing changed; a load that fails is one."""
-    loads, beside, engine.in_place = ["prime_load"], ["prime_stage", "prime_staged", "prime_load"], True
+    service = make(engine, wide_base, root, adapters=ADAPTERS)
+    loads, beside = ["prime_load"], ["prime_stage", "prime_staged", "prime_load"]
     quick, late = [[QUICK]], [[READING], [READY]]
     cases = (quick, beside), ([], loads), (late, loads + beside[1:]), (quick, beside), ([], loads)
     for version, (staging, calls) in enumerate(cases, 1):
         engine.staging, engine.asked = [*staging], []
-        change = await service.update(str(commit(root, version)), version)
+        change = await service.update(str(commit_adapter(root, version, wide_base)), version)
         assert (engine.asked, change.place, change.served) == (calls, "host", await service.served())
-    last, engine.staging = str(commit(root, 6)), [[WRONG]]
+    last, engine.staging = str(commit_adapter(root, 6, wide_base)), [[WRONG]]
     await rejected(service.update(last, 6), "tensor a is wrong", 400)
     assert (engine.calls[-2:], (await service.served())["version"]) == (["prime_load", "prime_unstage"], 5)
     engine.fail = {"prime_load"}
@@ -353,13 +381,16 @@ async def test_one_change_at_a_time(
 
 
 async def test_tenants_do_not_wait_for_each_other(
-    engine: FakeEngine, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, wide_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contract: no load of theirs pauses the engine; a version that is read without end, or one that cannot be loaded,
     keeps nobody else's from being served; a load that succeeds mends the one's that failed."""
     monkeypatch.setattr("prime_rl.inference.service.LOAD_SECONDS", 60.0)
-    one, other = (make(engine, base, tmp_path / name, number=number) for number, name in ((1, "a"), (2, "b")))
-    versions = {name: str(commit(tmp_path / name, 1)) for name in "ab"}
+    one, other = (
+        make(engine, wide_base, tmp_path / name, number=number, adapters=ADAPTERS)
+        for number, name in ((1, "a"), (2, "b"))
+    )
+    versions = {name: str(commit_adapter(tmp_path / name, 1, wide_base)) for name in "ab"}
     engine.hanging = {1}
     reading = asyncio.create_task(one.update(versions["a"], 1))
     await engine.until("prime_stage")

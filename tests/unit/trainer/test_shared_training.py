@@ -168,7 +168,7 @@ def test_steps_that_are_computed_together(
 def test_rows_that_are_written_late(
     alone: Callable[..., dict[int, str]], deploy: Callable[..., Deployment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Contract: where a step's row is written in the next step, as on GPUs, checkpoints that wait for it hold nobody up,
+    """Contract: where a row is written in the next step, as on GPUs, checkpoints that wait for it hold nobody up,
     neither a tenant that goes on nor one that leaves."""
     want = alone(ALICE)
     monkeypatch.setattr(MetricRows, "put", lambda rows, row: setattr(rows, "_row", row))
