@@ -59,11 +59,11 @@ class DroppedError(Exception):
 
 @dataclass
 class Memory:
-    """A buffer and its views: tensors of these names, types and shapes, in this order."""
+    """A buffer, and the tensors in it, in the order of their version's manifest."""
 
     buffer: Tensor
     ranges: Ranges
-    kinds: list[tuple[str, str, list[int]]]
+    entries: Mapping[str, TensorEntry]
     tensors: list[tuple[str, Tensor]]
     place: Place
     stream: "torch.cuda.Stream | None"  # that fills it: torch keeps free memory by stream
@@ -79,14 +79,14 @@ class Staging:
         on_device: The device's memory may be used.
         verify: Hash files that are kept nowhere. One worker of an engine does.
         sharing: Workers that share the host's memory.
-        memory: Of a version that is loaded. It is used again if the next one has the same tensors.
-        source: What is to be received into it without reading the manifest first, which takes as long as all the rest.
+        refill: The memory of a loaded version with the same tensors, and where to receive this one from, instead of
+            reading its manifest, which takes as long as all the rest.
     """
 
     def __init__(
         self, directory: Path, digest: str, device: torch.device, subscriber: Subscriber, *,
-        on_device: bool = True, verify: bool = True, sharing: int = 1, memory: Memory | None = None,
-        source: WeightsManifest | None = None,
+        on_device: bool = True, verify: bool = True, sharing: int = 1,
+        refill: tuple[Memory, WeightsManifest] | None = None,
     ) -> None:  # fmt: skip
         self.directory, self.digest = directory, digest
         self.memory: Memory | None = None  # where the tensors are
@@ -94,10 +94,9 @@ class Staging:
         self.seconds = 0.0  # that staging took
         self._device, self._subscriber = device, subscriber
         self._on_device, self._verify, self._sharing = on_device, verify, sharing
-        self._earlier, self._stream = memory, None if memory is None else memory.stream
-        self._source = source
-        if self._stream is None and device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
+        self._refill, self._stream = refill, None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device) if refill is None else refill[0].stream
         self._dropped = threading.Event()
         self._blocks = 0  # a sign of progress; threads may lose counts of each other
         self._error: Exception | None = None
@@ -155,33 +154,17 @@ class Staging:
         return [] if self.memory is None else self.memory.tensors
 
     def _stage(self) -> Memory | None:
-        memory, self._earlier = self._earlier, None
-        if memory is not None and self._source is not None:
-            return self._refill(memory, self._source)
+        if self._refill is not None:
+            memory, source = self._refill
+            self.place = memory.place
+            self._subscriber.receive(source, memory.buffer, self._progress)
+            sums = checksums(memory.buffer, memory.ranges)
+            entries = {name: TensorEntry("", e.dtype, e.shape, "", sums[name]) for name, e in memory.entries.items()}
+            if weights.version_hash(entries) != self.digest:
+                raise ExchangeError(f"what was received is not {self.directory}")
+            return memory
         manifest = self.manifest()
         weights.check_hash(manifest)
-        kinds = [(name, entry.dtype, entry.shape) for name, entry in manifest.tensors.items()]
-        if memory is None or memory.kinds != kinds:
-            del memory
-            memory = self._make_memory(manifest, kinds)
-        if memory is not None:
-            self.place = memory.place
-            fill = self._read if manifest.publisher is None else self._receive
-            fill(manifest, memory.ranges, memory.buffer)
-        return memory
-
-    def _refill(self, memory: Memory, source: WeightsManifest) -> Memory:
-        """Receive a version of the same tensors. It is the one that is wanted if the checksums of what has arrived make
-        its hash."""
-        self.place = memory.place
-        self._subscriber.receive(source, memory.buffer, self._progress)
-        sums = checksums(memory.buffer, memory.ranges)
-        tensors = {name: TensorEntry("", dtype, shape, "", sums[name]) for name, dtype, shape in memory.kinds}
-        if weights.version_hash(tensors) != self.digest:
-            raise ExchangeError(f"what was received is not {self.directory}")
-        return memory
-
-    def _make_memory(self, manifest: WeightsManifest, kinds: list[tuple[str, str, list[int]]]) -> Memory | None:
         ranges, size = layout(manifest.tensors)
         self.place = self._choose(size)
         if self.place == "nowhere":
@@ -193,8 +176,10 @@ class Staging:
                 weights.check_tensors(manifest, weights.hash_directory(manifest.files, self._progress))
             return None
         buffer = self._allocate(size)
+        fill = self._read if manifest.publisher is None else self._receive
+        fill(manifest, ranges, buffer)
         views = list(tensor_views(buffer, manifest.tensors))
-        return Memory(buffer, ranges, kinds, views, self.place, self._stream)
+        return Memory(buffer, ranges, manifest.tensors, views, self.place, self._stream)
 
     def _choose(self, size: int) -> Place:
         use_device = self._on_device and self._device.type == "cuda"
@@ -330,15 +315,14 @@ class WeightsExtension:
         sharing = servers_on_host * self.vllm_config.parallel_config.world_size
         held = self.prime_held[number]
         memory, held.memory = held.memory, None  # a thread that hangs may still write to it when another is started
-        known = None
-        if source is not None:
+        refill = None
+        if source is not None and memory is not None:
             version, incarnation, *address = source
-            publisher = PublisherAddress(*address)
-            known = WeightsManifest(version, incarnation, digest, {}, None, Path(directory), publisher=publisher)
+            publisher, at = PublisherAddress(*address), Path(directory)
+            refill = memory, WeightsManifest(version, incarnation, digest, {}, None, at, publisher=publisher)
         held.staging = Staging(
             Path(directory), digest, self.device, held.subscriber,
-            on_device=on_device, verify=self.rank == 0, sharing=sharing, memory=memory,
-            source=known,
+            on_device=on_device, verify=self.rank == 0, sharing=sharing, refill=refill,
         )  # fmt: skip
         return held.staging.answer(seconds)
 

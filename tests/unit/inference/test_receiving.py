@@ -17,7 +17,7 @@ import torch
 
 from prime_rl.errors import UserError
 from prime_rl.inference import staging
-from prime_rl.inference.staging import Staging
+from prime_rl.inference.staging import Memory, Staging
 from prime_rl.transport import exchange
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.exchange import ExchangeError, Subscriber
@@ -50,8 +50,8 @@ def begin(directory: Path, subscriber: Subscriber, **options: Any) -> Staging:
     return Staging(directory, weights_manifest(directory).hash, CPU, subscriber, **options)
 
 
-def assert_received(directory: Path, subscriber: Subscriber) -> None:
-    read = begin(directory, subscriber)
+def assert_received(directory: Path, subscriber: Subscriber, **options: Any) -> Memory:
+    read = begin(directory, subscriber, **options)
     read.wait(SECONDS)
     assert read.answer()["place"] == "host"
     found, wanted = dict(read.tensors), tensors(weights_manifest(directory).version)
@@ -59,6 +59,8 @@ def assert_received(directory: Path, subscriber: Subscriber) -> None:
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
+    assert read.memory is not None
+    return read.memory
 
 
 def assert_fails(directory: Path, subscriber: Subscriber, says: str, kind: type[Exception], **options: Any) -> None:
@@ -79,6 +81,18 @@ def test_wrong_bytes_are_rejected(trainer: PublishingTrainer, subscriber: Subscr
     manifest, checksum = directory / "manifest.json", weights_manifest(directory).tensors["w"].checksum
     manifest.write_text(manifest.read_text().replace(checksum, "0" * 16))
     assert_fails(directory, subscriber, "hash does not follow from its tensors", CommitError)
+
+
+def test_memory_is_filled_again(trainer: PublishingTrainer, subscriber: Subscriber) -> None:
+    """Contract: a version of the same tensors goes where the last one was, verified without its manifest; other bytes,
+    or those of another version, are not given out."""
+    memory = assert_received(trainer.publish(1, tensors(1)), subscriber)
+    directory = trainer.publish(2, tensors(2))
+    assert assert_received(directory, subscriber, refill=(memory, weights_manifest(directory))) is memory
+    wrong = trainer.publish(3, tensors(3), spoil=True)
+    refill = memory, weights_manifest(wrong)
+    assert_fails(wrong, subscriber, "what was received is not .*step_3", ExchangeError, refill=refill)
+    assert_fails(wrong, subscriber, "superseded", ExchangeError, refill=(memory, weights_manifest(directory)))
 
 
 def test_a_worker_without_memory_for_it(
