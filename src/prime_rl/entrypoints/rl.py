@@ -10,13 +10,14 @@ from prime_rl import processes
 from prime_rl.config import RLConfig
 from prime_rl.config.rl import DeploymentConfig, ParityConfig
 from prime_rl.entrypoints import run_command, show
-from prime_rl.errors import UserError, say
+from prime_rl.errors import UserError, say, user_errors
 from prime_rl.launcher.preflight import check_model
 from prime_rl.monitor import Status, log
 
 _EXAMINATIONS = {
     "doctor": "`rl doctor RUN`: what a run is doing, who waits for whom, and what keeps it from going on.",
     "audit": "`rl audit RUN`: where every episode of a run went, with mean length and reward.",
+    "schema": "`rl schema DIRECTORY`: write JSON schemas of all configs, by which editors complete and check files.",
 }
 
 
@@ -74,7 +75,13 @@ def examine(what: str, arguments: list[str]) -> None:
     """Print what the run that `arguments` name has done. `doctor` ends with its own exit status."""
     processes.watch()
     if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise UserError(f"usage: rl {what} RUN (the run's output directory)")
+        name = "DIRECTORY" if what == "schema" else "RUN (the run's output directory)"
+        raise UserError(f"usage: rl {what} {name}")
+    if what == "schema":
+        from prime_rl.config.schema import write_schemas
+
+        with user_errors(f"{arguments[0]} cannot be written", OSError):
+            return say("wrote " + ", ".join(map(str, write_schemas(Path(arguments[0])))))
     if what == "doctor":
         from prime_rl.launcher import doctor
 

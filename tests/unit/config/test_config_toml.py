@@ -2,6 +2,7 @@
 
 import errno
 import json
+import tomllib
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +27,7 @@ from prime_rl.config.base import Keys, Section
 from prime_rl.config.base import settings as every_setting
 from prime_rl.config.migration import OLDER
 from prime_rl.config.rl import DeploymentConfig
+from prime_rl.config.schema import write_schemas
 from prime_rl.errors import UserError
 from support.configs import COMMANDS, LEAST
 
@@ -167,3 +169,34 @@ def test_shipped_file(name: str) -> None:
     cls = COMMANDS[KINDS.get(path.stem.split("_")[0], "rl")] if not below else RLConfig
     cls = DeploymentConfig if path.stem == "deployment" else cls
     parse(cls, [f"@{file}" for file in (*below, path)], {})
+
+
+REPOSITORY = Path(__file__).parents[3]
+FILES = [
+    path
+    for directory in ("configs", "examples")
+    for path in sorted((REPOSITORY / directory).rglob("*.toml"))
+    if not path.is_symlink()
+]
+
+
+@pytest.fixture(scope="module")
+def validators() -> dict[Path, Any]:
+    jsonschema = pytest.importorskip("jsonschema")
+    paths = (REPOSITORY / "schemas").glob("*.json")
+    return {path: jsonschema.Draft202012Validator(json.loads(path.read_text())) for path in paths}
+
+
+def test_schemas_are_those_of_the_configs(tmp_path: Path) -> None:
+    """Contract: `rl schema` writes what stands in the repository, for every command."""
+    for path in write_schemas(tmp_path):
+        assert path.read_text() == (REPOSITORY / "schemas" / path.name).read_text(), "run `rl schema`"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_files_fit_the_schema_that_they_name(file: Path, validators: dict[Path, Any]) -> None:
+    """Contract: an editor finds the schema by the first line, nothing wrong in our files, and a mistyped key."""
+    first, text = file.read_text().splitlines()[0], file.read_text()
+    validator = validators[(file.parent / first.removeprefix("#:schema ")).resolve()]
+    assert not [error.message for error in validator.iter_errors(tomllib.loads(text))]
+    assert not validator.is_valid(tomllib.loads("model_nam = 1\n" + text))
