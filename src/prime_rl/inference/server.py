@@ -224,7 +224,8 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         # One sequence at a time, computed the same way whatever came before: equal seeds give equal tokens.
         flags |= {"max_num_seqs": 1, "enable_chunked_prefill": False, "enable_prefix_caching": False}
     extra = {name.replace("-", "_"): value for name, value in config.vllm.items()}
-    own = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"} & extra.keys()
+    bounds = {"max_num_seqs", "compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+    own = config.deterministic or bounds & {name.partition(".")[0] for name in extra}
     if config.lora is not None and not (cpu or config.enforce_eager or own):
         flags["cudagraph_capture_sizes"] = CAPTURED_TOKENS
     for name, value in extra.items():

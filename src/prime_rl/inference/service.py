@@ -151,6 +151,7 @@ class WeightService:
             raise Rejected(503, self._resume_error)
         async with _engine_call("say what it serves", ANSWER_SECONDS):
             answers = await self._engine.collective_rpc("prime_served", args=(self.number,))
+        self.check_usable()  # a load may have failed on one rank meanwhile
         return await self._describe(answers)
 
     async def _describe(self, answers: list[dict[str, Any] | None]) -> dict[str, Any]:
@@ -285,10 +286,12 @@ class WeightService:
         until a load succeeds: half-loaded weights would be sampled from.
 
         An adapter is loaded between two steps of the engine, without a pause. Requests in flight keep their context.
+        Where that fails the engine is paused next, and `served` does not vouch for what it has sampled meanwhile.
         `stage`: of `prime_load`, whose answers are returned.
         """
         version = identity["version"]
-        pauses = self._adapters is None or (self._broken is not None and not self._shared)
+        stopped = self._broken is not None or self._resume_error is not None  # by a failure before
+        pauses = self._adapters is None or (stopped and not self._shared)
         if self._status is not None:
             self._status.waiting(f"version {version} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
         try:

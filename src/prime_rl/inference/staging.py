@@ -14,7 +14,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -155,14 +155,9 @@ class Staging:
 
     def _stage(self) -> Memory | None:
         if self._refill is not None:
-            memory, source = self._refill
-            self.place = memory.place
-            self._subscriber.receive(source, memory.buffer, self._progress)
-            sums = checksums(memory.buffer, memory.ranges)
-            entries = {name: TensorEntry("", e.dtype, e.shape, "", sums[name]) for name, e in memory.entries.items()}
-            if weights.version_hash(entries) != self.digest:
-                raise ExchangeError(f"what was received is not {self.directory}")
-            return memory
+            with suppress(ExchangeError):  # other tensors or wrong bytes: with the manifest it is known which
+                return self._fill_again(*self._refill)
+            self._refill = None
         manifest = self.manifest()
         weights.check_hash(manifest)
         ranges, size = layout(manifest.tensors)
@@ -180,6 +175,16 @@ class Staging:
         fill(manifest, ranges, buffer)
         views = list(tensor_views(buffer, manifest.tensors))
         return Memory(buffer, ranges, manifest.tensors, views, self.place, self._stream)
+
+    def _fill_again(self, memory: Memory, source: WeightsManifest) -> Memory:
+        """Receive the version, and verify it: the checksums of what has arrived make its hash."""
+        self._subscriber.receive(source, memory.buffer, self._progress)
+        sums = checksums(memory.buffer, memory.ranges)
+        entries = {name: TensorEntry("", e.dtype, e.shape, "", sums[name]) for name, e in memory.entries.items()}
+        if weights.version_hash(entries) != self.digest:
+            raise ExchangeError(f"what was received is not {self.directory}")
+        self.place = memory.place
+        return memory
 
     def _choose(self, size: int) -> Place:
         use_device = self._on_device and self._device.type == "cuda"
@@ -357,6 +362,8 @@ class WeightsExtension:
         if slot is not None and "adapter" not in identity:
             slot.clear()
             held.memory = None
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
         elif staging is None:
             self.prime_reload(Path(directory))
         elif (str(staging.directory), staging.digest) != (directory, identity["hash"]):
@@ -371,7 +378,8 @@ class WeightsExtension:
                     tensors = self.prime_tensors(staging, identity)
                     if slot is not None:
                         in_place = slot.load(dict(tensors), identity["adapter"])  # else vLLM may keep the tensors
-                        held.memory = staging.memory if in_place else None
+                        # It is filled again by versions that are staged here and come from a publisher.
+                        held.memory = staging.memory if in_place and stage and stage[-1] is not None else None
                     else:
                         self.prime_reload(tensors)
                 except Exception:

@@ -48,6 +48,9 @@ from prime_rl.wait import in_thread
 
 _LOOK_SECONDS = 0.2  # between two looks for tenants that join or leave
 _IDLE_SECONDS = 0.01  # between two looks for batches
+_ROW_SECONDS = (
+    1.0  # from an update, or its next batch, until its row is written at the latest if something waits for it
+)
 
 
 class FairQueue:
@@ -329,8 +332,8 @@ class SharedTrainer:
         training = tenant.training
         idle = training.versions.idle and training.checkpoints.idle
         computed = tenant.sums is not None and not tenant.micro_batches
-        if not idle and (computed or tenant.leaves):
-            training.rows.flush()  # a checkpoint waits for the row of its step
+        if not idle and (computed or time.perf_counter() - tenant.waiting_since > _ROW_SECONDS):
+            training.rows.flush()  # a checkpoint waits for the row of its step; the device is done with that by now
         if tenant.leaves:
             if not idle and time.perf_counter() > tenant.give_up:
                 raise UserError(f"what was trained could not be written within {self.config.dist_timeout:.0f} s")

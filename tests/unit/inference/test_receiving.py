@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,18 @@ def test_wrong_bytes_are_rejected(trainer: PublishingTrainer, subscriber: Subscr
 
 
 def test_memory_is_filled_again(trainer: PublishingTrainer, subscriber: Subscriber) -> None:
-    """Contract: a version of the same tensors goes where the last one was, verified without its manifest; other bytes,
-    or those of another version, are not given out."""
+    """Contract: a version of the same tensors goes where the last one was, verified without its manifest; one of other
+    tensors gets memory of its own. Wrong bytes, or those of another version, are not given out."""
     memory = assert_received(trainer.publish(1, tensors(1)), subscriber)
     directory = trainer.publish(2, tensors(2))
     assert assert_received(directory, subscriber, refill=(memory, weights_manifest(directory))) is memory
     wrong = trainer.publish(3, tensors(3), spoil=True)
     refill = memory, weights_manifest(wrong)
-    assert_fails(wrong, subscriber, "what was received is not .*step_3", ExchangeError, refill=refill)
-    assert_fails(wrong, subscriber, "superseded", ExchangeError, refill=(memory, weights_manifest(directory)))
+    assert_fails(wrong, subscriber, "tensor scalar is not the one", ExchangeError, refill=refill)
+    assert_fails(directory, subscriber, "superseded", ExchangeError, refill=(memory, weights_manifest(directory)))
+    other = replace(memory, buffer=memory.buffer[: len(memory.buffer) // 2], ranges={}, entries={}, tensors=[])
+    last = trainer.publish(4, tensors(4))
+    assert assert_received(last, subscriber, refill=(other, weights_manifest(last))) is not other
 
 
 def test_a_worker_without_memory_for_it(

@@ -364,6 +364,34 @@ async def test_an_engine_that_does_not_go_on_does_not_serve(
     assert (await service.served())["version"] == 1
 
 
+async def test_an_adapter_that_fails(
+    engine: FakeEngine, wide_base: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: its load pauses nothing, but where it fails the engine is paused, and goes on with one that succeeds,
+    also if it could not be resumed meanwhile. Who asks while it fails does not hear what was served before."""
+    service = make(engine, wide_base, root, adapters=ADAPTERS)
+    for version in (1, 2):
+        await service.update(str(commit_adapter(root, version, wide_base)), version)
+    assert not {"pause", "resume"} & set(engine.calls)
+    third, call = str(commit_adapter(root, 3, wide_base)), engine.collective_rpc
+
+    async def fail_meanwhile(method: str, *rest: Any, **more: Any) -> list[Any]:
+        if method == "prime_served":
+            monkeypatch.setattr(engine, "collective_rpc", call)
+            await rejected(service.update(third, 3), "could not be loaded", 500)
+        return await call(method, *rest, **more)
+
+    engine.fail = {"prime_load"}
+    monkeypatch.setattr(engine, "collective_rpc", fail_meanwhile)
+    await rejected(service.served(), "could not be loaded", 500)
+    assert engine.calls[-2:] == ["pause", "prime_unstage"]
+    engine.fail = {"resume"}
+    await rejected(service.update(third, 3), "did not resume", 503)
+    engine.fail = set()
+    assert (await service.update(third, 3)).served["version"] == 3
+    assert engine.calls[-2:] == ["prime_load", "resume"]
+
+
 async def test_one_change_at_a_time(
     engine: FakeEngine, service: WeightService, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
