@@ -3,7 +3,8 @@
 import re
 import socket
 import subprocess
-from contextlib import nullcontext
+import tomllib
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from prime_rl.config.shared import MonitorConfig, WandbConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor
-from support.processes import run_forked
+from support.processes import REPOSITORY, run_forked
 
 PORT = 8260
 
@@ -121,6 +122,31 @@ def test_a_run_can_be_examined(tmp_path: Path) -> None:
     found = run_forked("rl", "doctor", tmp_path)
     assert (found.returncode, found.stderr) == (0, "")
     assert "never started" in found.stdout
+
+
+def test_eval_by_names_that_no_shell_has(tmp_path: Path) -> None:
+    """Contract: a shell's own `eval` hides ours, so `rl eval` does the same and calls itself so; `prime-eval` is it."""
+    evaluation = ("--environment-ids", "reverse-text", "--model.name", "m/m", "--output-dir", tmp_path, "--dry-run")
+    plain, ours = run_forked("eval", *evaluation), run_forked("rl", "eval", *evaluation)
+    assert (plain.returncode, plain.stdout, plain.stderr) == (0, ours.stdout, ours.stderr)
+    assert run_forked("rl", "eval", "--help").stdout.startswith("usage: rl eval ")
+    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts["prime-eval"] == scripts["eval"]
+
+
+def test_a_port_that_nobody_gave(model: Path, tmp_path: Path) -> None:
+    """Contract: the plan shows the one that is free, and every process is written with it."""
+    given = ("--inference", "--model.name", model, "--output-dir", tmp_path / "run", "--dry-run")
+    with ExitStack() as sockets:
+        with suppress(OSError):  # whoever listens there already does as well
+            sockets.enter_context(socket.create_server(("127.0.0.1", 8000)))
+        done = run_forked("rl", *given, "--orchestrator.environment.id", "reverse-text")
+    shown = re.search(r"\(port (\d+)\)", done.stdout)
+    assert shown is not None, done.stderr
+    assert (port := int(shown[1])) > 8000
+    written = {path.stem: tomllib.loads(path.read_text()) for path in (tmp_path / "run/configs").iterdir()}
+    assert written["inference"]["server"]["port"] == written["rl"]["inference"]["server"]["port"] == port
+    assert written["orchestrator"]["client"]["base_url"] == f"http://localhost:{port}/v1"
 
 
 def test_nothing_to_recover_starts_fresh(model: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -72,6 +72,15 @@ class Section(BaseModel):
         """Complete the section's settings, and yield what contradicts among them. Called once for each class that the
         section derives from, bases first: no call of `super()`."""
         yield None
+
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        """Return a copy with these settings, by dotted key. They are not checked."""
+        copy = self
+        for key, value in values.items():
+            name, _, rest = key.partition(".")
+            inner = getattr(copy, name).with_values({rest: value}) if rest else value
+            copy = copy.model_copy(update={name: inner})
+        return copy
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from prime_rl.config.base import BaseConfig, Checks, Problem, Section, conflict, option
-from prime_rl.config.shared import Device, ModelConfig, TenantsConfig
+from prime_rl.config.shared import Device, ModelConfig, TenantsConfig, host_in_url
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -30,7 +30,12 @@ class ServerConfig(Section):
     """Where the server listens."""
 
     host: str | None = option(None, "Address (None: loopback, or all addresses when there is an API key).")
-    port: Port = option(8000, "Port.")
+    port: Port = option(8000, "Port (where none is given, `rl` and `sft` take the next one that is free).")
+
+    @property
+    def url(self) -> str:
+        """The address for clients on this host, without /v1."""
+        return f"http://{host_in_url(self.host or 'localhost')}:{self.port}"
 
 
 class AdaptersConfig(Section):

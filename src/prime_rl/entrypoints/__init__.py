@@ -23,14 +23,14 @@ _Config = TypeVar("_Config", bound=BaseConfig)
 _Run = TypeVar("_Run", TrainerConfig, OrchestratorConfig, SFTConfig)
 
 
-def run_command(kind: type[_Config], name: str, run: Callable[[_Config], object]) -> None:
+def run_command(kind: type[_Config], name: str, run: Callable[[_Config], object], prog: str = "") -> None:
     """Parse the command line and run. An error that says what to do is one line and status 1, an interruption 130."""
     if name in _TRAINERS:
         # Before torch is imported. A server and environments need the other half; threads that wait for cores are slow.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
     faults.arm("trainer" if name in _TRAINERS else name)
     processes.watch()
-    config, rank = load(kind, prog=f"rl {name}" if name in ("tenants", "parity") else name), rank_of(name)
+    config, rank = load(kind, prog=prog or name), rank_of(name)
     log.setup(config.log.level, f"{name}.{rank}" if rank else name)
     try:
         run(config)

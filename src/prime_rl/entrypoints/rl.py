@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from prime_rl import processes
-from prime_rl.config import RLConfig
+from prime_rl.config import EvalConfig, RLConfig
 from prime_rl.config.rl import DeploymentConfig, ParityConfig
 from prime_rl.entrypoints import run_command, show
+from prime_rl.entrypoints.eval import run as evaluate
 from prime_rl.errors import UserError, say, user_errors
 from prime_rl.launcher.preflight import check_model
 from prime_rl.monitor import Status, log
@@ -24,10 +25,12 @@ _EXAMINATIONS = {
 def main() -> None:
     what, *arguments = sys.argv[1:] or [""]
     if what in ("parity", "parity-sampler"):
-        return run_command(ParityConfig, sys.argv.pop(1), partial(_parity, what))
+        return run_command(ParityConfig, sys.argv.pop(1), partial(_parity, what), f"rl {what}")
     if what == "tenants":
-        return run_command(DeploymentConfig, sys.argv.pop(1), _run)
-    commands = [*_EXAMINATIONS, "parity", "tenants"]
+        return run_command(DeploymentConfig, sys.argv.pop(1), _run, "rl tenants")
+    if what == "eval":
+        return run_command(EvalConfig, sys.argv.pop(1), evaluate, "rl eval")
+    commands = [*_EXAMINATIONS, "parity", "tenants", "eval"]
     if near := [] if what in _EXAMINATIONS else difflib.get_close_matches(what, commands, n=1):
         log.fail(UserError(f"`rl {what}` is no command; did you mean `rl {near[0]}`?"))
     if what not in _EXAMINATIONS:

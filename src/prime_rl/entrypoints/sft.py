@@ -24,9 +24,11 @@ def run(config: SFTConfig) -> None:
         check_environment(environment)
     if config.data.fake is None:
         check_dataset(config.data.name)
+    from prime_rl.launcher.ports import with_ports
     from prime_rl.launcher.sidecar import EvalSidecar
 
     evaluates = rank_of("sft") == 0 and not config.bench and config.eval is not None
+    config = with_ports(config, "eval.client") if evaluates else config
     evaluation = EvalSidecar(config) if evaluates else nullcontext()  # refuses before --clean removes anything
     if (accepted := begin(config, "sft", plan)) is None:
         return

@@ -2,17 +2,17 @@
 
 import sys
 import time
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from prime_rl.config import RLConfig, write_toml
 from prime_rl.config.shared import how_to_start
 from prime_rl.errors import UserError, say
-from prime_rl.inference.checks import claim_port
 from prime_rl.inference.server import guarded_host
 from prime_rl.launcher import preflight, rundir, slurm
 from prime_rl.launcher.console import Console, minutes
-from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan
+from prime_rl.launcher.plan import HostResources, Plan, describe, lay_out, make_plan
+from prime_rl.launcher.ports import with_ports
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor import read_status
 from prime_rl.monitor.monitor import bench_table, check_wandb, metrics_path, read_metrics
@@ -36,9 +36,13 @@ def run(config: RLConfig) -> int:
         if not config.dry_run:
             _check_directory(config)
         return slurm.submit(config)
-    plan = make_plan(config, HostResources.of_this_host(config.inference))
+    host = HostResources.of_this_host(config.inference)
+    plan = make_plan(config, host)
+    settle = partial(with_ports, config, "orchestrator.client", lay_out(config, host).ports)
     if config.dry_run:
-        _write_configs(plan)
+        plan = make_plan(settle(), host)
+        for path, section in plan.configs.items():
+            write_toml(section, path)
         say(describe(plan))
         ranks, tenants = config.trainer_ranks or config.trainer_gpus, config.trainer.tenants
         say(preflight.state_memory(config.trainer, ranks, 1 if tenants is None else tenants.slots))
@@ -48,23 +52,29 @@ def run(config: RLConfig) -> int:
         if config.recover and _is_finished(config):
             say(f"this run has made its {config.max_steps} steps already: nothing is trained again")
             return RunOutcome.SUCCESS.value
-        with suppress(WaitTimeout):  # a killed run's processes may take a moment to die
-            wait(lambda: not _taken(plan), subject="its port", owner="a run before", seconds=_PORT_SECONDS)
-        if (taken := _taken(plan)) is not None:
-            raise taken
+        refusals = list[UserError]()
+
+        def claimed() -> Plan | None:
+            try:
+                rundir.refuse_running(config.output_dir, {process.name for process in plan.processes})
+                return make_plan(settle(), host)
+            except UserError as error:
+                refusals.append(error)
+                return None
+
+        try:  # a killed run's processes may take a moment to die
+            plan = wait(claimed, subject="its port", owner="a run before", seconds=_PORT_SECONDS)
+        except WaitTimeout:
+            raise refusals[-1] from None
         if _resumes(config):
             for name in read_status(config.output_dir).keys() - {rundir.LAUNCHER}:
                 rundir.forget_status(config.output_dir, name)
         else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
             with rundir.cleaned(config.output_dir, "rl", keep_evals=not config.clean):
                 pass
-        _write_configs(plan)
+        for path, section in plan.configs.items():
+            write_toml(section, path)
         return _supervise(config, plan, owner).value
-
-
-def _write_configs(plan: Plan) -> None:
-    for path, section in plan.configs.items():
-        write_toml(section, path)
 
 
 def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
@@ -148,18 +158,6 @@ def _check(config: RLConfig) -> None:
     resume_point(orchestrator.model_copy(update={"output_dir": config.output_dir, "recover": config.recover}))
     for environment in orchestrator.all_environments():
         preflight.check_environment(environment)
-
-
-def _taken(plan: Plan) -> UserError | None:
-    """Say which process of the plan is running already, or which of its ports is taken; None where it may start."""
-    try:
-        rundir.refuse_running(plan.output_dir, {process.name for process in plan.processes})
-        for server in plan.servers:
-            if server.port is not None:
-                claim_port(server.host, server.port, "--inference.server.port").close()
-    except UserError as error:
-        return error
-    return None
 
 
 def _check_directory(config: RLConfig) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 from prime_rl.config import InferenceConfig, write_toml
 from prime_rl.config.inference import SERVER, InferenceModel
 from prime_rl.config.rl import ParityConfig
-from prime_rl.config.shared import ClientConfig, host_in_url
+from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import UserError, say
 from prime_rl.fleet.client import InferenceClient
 from prime_rl.launcher.plan import ProcessSpec, ServerSpec
+from prime_rl.launcher.ports import with_ports
 from prime_rl.launcher.rundir import forget_status
 from prime_rl.launcher.supervise import RunOutcome, Supervisor
 
@@ -25,8 +26,9 @@ def serve_and_sample(config: ParityConfig, directory: Path) -> RunOutcome:
     server = config.inference or InferenceConfig(model=InferenceModel(**model), device=config.device, seed=config.seed)
     changes = {"output_dir": directory, "weights_root": directory / "weights", "router_replay": config.router_replay}
     server = server.model_copy(update=changes)
+    server = with_ports(config.model_copy(update={"inference": server}), "orchestrator.client").inference or server
     write_toml(server, path)
-    url = f"http://{host_in_url(server.server.host or 'localhost')}:{server.server.port}"
+    url = server.server.url
     most = min(config.reply_tokens, (server.max_model_len or 2**20) // 2)  # the rest is for the prompt
     settings = {"output_dir": directory, "seed": config.seed, "model": model, "client.base_url": url}
     settings |= {"replies": config.replies, "reply_tokens": most, "router_replay": config.router_replay}

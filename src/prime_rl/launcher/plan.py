@@ -47,7 +47,6 @@ class ServerSpec:
 
     url: str
     ready_timeout: float
-    host: str = ""
     port: int | None = None
 
 
@@ -176,13 +175,10 @@ def _sections(config: RLConfig, layout: Layout, servers: Mapping[str, ServerSpec
     if trainer.recovery_interval is None and config.max_restarts and not config.bench:
         trainer = trainer.model_copy(update={"recovery_interval": config.recovery_interval})
     if layout.training_gib is not None:
-        limited = trainer.model.model_copy(update={"memory_limit": layout.training_gib})
-        weights = trainer.weights.model_copy(update={"shares_gpu": True})
-        trainer = trainer.model_copy(update={"model": limited, "weights": weights})
+        trainer = trainer.with_values({"model.memory_limit": layout.training_gib, "weights.shares_gpu": True})
     if len(servers) > 1:
         urls = [f"{server.url}/v1" for server in servers.values()]
-        client = orchestrator.client.model_copy(update={"base_url": urls})
-        orchestrator = orchestrator.model_copy(update={"client": client})
+        orchestrator = orchestrator.with_values({"client.base_url": urls})
     sections: dict[str, BaseConfig] = {"rl": config, "trainer": trainer}
     sections |= {"orchestrator": orchestrator} if trainer.tenants is None else {}
     if inference is None:
@@ -197,8 +193,7 @@ def _sections(config: RLConfig, layout: Layout, servers: Mapping[str, ServerSpec
         "stage_on_device": inference.stage_on_device and (layout.training_gib is None or published),
     }
     for number, (name, server) in enumerate(servers.items()):
-        address = inference.server.model_copy(update={"port": server.port})
-        sections[name] = inference.model_copy(update={**common, "server": address, "replica": number})
+        sections[name] = inference.with_values({**common, "server.port": server.port, "replica": number})
     return sections
 
 
@@ -230,12 +225,10 @@ def _environment(
 def _server(config: RLConfig, offset: int) -> ServerSpec:
     """Return one of the servers that are started, whose port is `offset` after the first one's."""
     assert config.inference is not None
-    listens, port = config.inference.server, config.inference.server.port + offset
+    first, port = config.inference.server, config.inference.server.port + offset
     if port > _LAST_PORT:
-        raise UserError(f"inference.server.port {listens.port} leaves no ports for {offset + 1} servers")
-    host = "localhost" if listens.host in (None, "0.0.0.0", "::") else str(listens.host)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    return ServerSpec(url, config.ready_timeout, listens.host or "127.0.0.1", port)
+        raise UserError(f"inference.server.port {first.port} leaves no ports for {offset + 1} servers")
+    return ServerSpec(first.with_values({"port": port}).url, config.ready_timeout, port)
 
 
 # -- layout ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 Each process commits its own as `settings/<process>.json`, and refuses to start if a running partner's differ.
 """
 
+import itertools
 import json
 import os
 import time
@@ -165,10 +166,16 @@ def suggestions(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
     """
     if recover and running_processes(output_dir) & {"trainer", "orchestrator"}:
         return "the other processes of that run are running: go on with them by --recover, or stop them first"
-    ways = ["remove it with --clean", "choose another --output-dir"]
+    ways = ["remove it with --clean", f"give --output-dir {other_directory(output_dir)}"]
     ways += ["go on from a checkpoint with --ckpt.resume-step -1"] * saved
     ways += ["go on from whatever was committed with --recover"] * recover
     return ", or ".join([", ".join(ways[:-1]), ways[-1]])
+
+
+def other_directory(output_dir: Path) -> Path:
+    """Return a directory for another run that does not exist yet: within `outputs`, beside `outputs/NAME`."""
+    parent = output_dir if output_dir.parent == Path() else output_dir.parent
+    return next(path for number in itertools.count(2) if not (path := parent / f"run-{number}").exists())
 
 
 def running_processes(output_dir: Path) -> set[str]:

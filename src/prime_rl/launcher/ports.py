@@ -1,0 +1,47 @@
+"""Ports of the servers that a launcher starts: the one that was given, else the first that are free."""
+
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TypeVar
+
+from prime_rl.config import RLConfig, SFTConfig
+from prime_rl.config.rl import DeploymentConfig
+from prime_rl.errors import UserError
+from prime_rl.inference.checks import claim_port
+from prime_rl.inference.server import guarded_host
+
+_OPTION = "--inference.server.port"
+_TRIED = 1000  # ports, from the default one on
+# A server claims its port by itself, but seconds after its start, and again after a restart. These claims keep the port
+# from other launchers until this process ends.
+_claims = ExitStack()
+
+Config = TypeVar("Config", RLConfig, SFTConfig)
+
+
+def with_ports(config: Config, client: str, offsets: Sequence[int] = (0,)) -> Config:
+    """Return the config with the first server's port in `inference` and in its section `client`; those of the others
+    are `offsets` above it. Unless it was given it is the first with which all of them are free; that of a deployment
+    stays, because tenants name it. Raises UserError: a port that stays is in use, except in a dry run; or none is free.
+    """
+    if (inference := config.inference) is None:
+        return config
+    fixed = "port" in inference.server.model_fields_set or isinstance(config, DeploymentConfig)
+    if fixed and config.dry_run:
+        return config
+    first, host, refusals = inference.server.port, guarded_host(inference), list[UserError]()
+    for port in range(first, first + (1 if fixed else _TRIED)):
+        server = inference.server.with_values({"port": port})
+        with ExitStack() as claims:
+            try:
+                for offset in offsets:
+                    claim_port(host, port + offset, _OPTION).close()
+                    claims.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0prime-rl rl: port {port + offset}")
+                _claims.push(ExitStack() if config.dry_run else claims.pop_all())
+                return config.with_values({"inference.server": server, f"{client}.base_url": f"{server.url}/v1"})
+            except UserError as error:
+                refusals.append(error)
+            except OSError:
+                refusals.append(UserError(f"port {port} is another run's: choose another with {_OPTION}"))
+    raise refusals[0]
