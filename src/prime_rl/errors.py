@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+NEVER_WORKED = "no episode has succeeded"  # begins the message of an error that a restart would meet again
+
 
 class UserError(Exception):
     """Bad input or a broken surrounding: entrypoints print it as one line (`error: …`) and exit with status 1."""

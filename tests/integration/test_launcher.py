@@ -5,6 +5,7 @@ incarnation is left.
 """
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl.errors import NEVER_WORKED
 from prime_rl.monitor import read_status
 from prime_rl.processes import identify
 from support.launching import Launch, all_gone, launch
@@ -142,6 +144,28 @@ def test_restarts_are_bounded(launch: Start) -> None:
     assert "trainer was started again 2 times without the run getting any further: giving up" in out
     assert "restarts: {'trainer': 2}" in out
     assert "RuntimeError: incarnation 3" in out
+
+
+HOPELESS = {
+    "what vLLM does not support": ("inference=dies:RuntimeError: Unsupported attention: head_dim=16", 1),
+    "the same error twice": ("inference=dies:torch.OutOfMemoryError: out of memory", 2),
+    "an environment that never worked": ("orchestrator=fails-for-good", 1),
+}
+
+
+@pytest.mark.parametrize(("child", "incarnations"), HOPELESS.values(), ids=HOPELESS)
+def test_what_cannot_heal_is_not_started_again(launch: Start, child: str, incarnations: int) -> None:
+    """The run ends at once, with the reason alone, said once for each incarnation; not vLLM's pointer to it."""
+    name = child.partition("=")[0]
+    run = launch(child, "trainer=waits", policy=PATIENT)
+    out = run.wait(1)
+    reason = child.partition(":")[2] or f"error: {NEVER_WORKED}: 4 of 4 failed"
+    assert (run.base / f"{name}.incarnations").read_text() == "x" * incarnations, out
+    assert f"\n  {reason}\n" in re.sub(r"\d\d:\d\d:\d\d ", "", out)
+    assert out.count(reason) == incarnations
+    assert "EngineDeadError" not in out
+    assert "shutting down" not in out
+    assert out.count("starting it again") == incarnations - 1
 
 
 def test_ctrl_c_during_backoff_drains_the_others(launch: Start) -> None:

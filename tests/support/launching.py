@@ -120,6 +120,16 @@ elif kind == "fails":
     time.sleep(0.5)
     print("loading", "error: the model is broken", "cleaning up", sep="\n")
     sys.exit(3)
+elif kind.startswith("dies:"):  # as a server whose engine does, whatever its first request was
+    status().ready()
+    print("Traceback (most recent call last):", '  File "engine.py", line 1, in step', kind.partition(":")[2],
+          "vllm.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.",
+          "INFO shutting down", sep="\n")
+    sys.exit(1)
+elif kind == "fails-for-good":
+    from prime_rl.errors import NEVER_WORKED
+    status().ready()
+    sys.exit(f"error: {NEVER_WORKED}: 4 of 4 failed")
 elif kind == "quits":
     time.sleep(0.5)
 elif kind == "after":  # ends well once the file is there

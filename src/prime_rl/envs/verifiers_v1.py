@@ -40,6 +40,7 @@ from prime_rl.envs.convert import CONTEXT_FULL, Message, classify, convert, open
 from prime_rl.envs.ids import Broken, LoadError, check_arguments, describe, find, import_module, module_name, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Run, Setup
 from prime_rl.envs.tools import MALFORMED_CALL, SERVER_SECONDS, Toolbox, ToolRuntime, check
+from prime_rl.envs.trial import broken_reward
 
 HARNESS_ID = "prime_rl_chat"
 # verifiers imports a harness by a top-level module name, and takes the one in its `__all__`; ours is in the package.
@@ -47,6 +48,7 @@ sys.modules[HARNESS_ID] = sys.modules[__name__]
 
 __all__ = ["ChatHarness"]
 
+TRIAL_SECONDS = 5.0  # for a task's scoring, before there is a model
 ENDLESS_TASKS = 10_000  # of a taskset that never ends: its first ones
 CHAT_TRIES = 8  # of an API that is asked by its chat route
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
@@ -71,7 +73,7 @@ class VerifiersEnv:
 
     def __init__(self, setup: Setup) -> None:
         setup = replace(setup, env_id=_import(setup.env_id))
-        self._name = setup.name
+        self._name, self._id = setup.name, setup.env_id
         self._model = setup.sampled_by or setup.model
         config = _env_config(setup)
         self._branched = setup.trajectories == "branched"
@@ -100,7 +102,12 @@ class VerifiersEnv:
         self._exit_stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Raises LoadError when a tool server does not start."""
+        """Raises LoadError: a reward function cannot work, or a tool server does not start."""
+        broken = ""
+        with contextlib.suppress(Exception):  # what cannot be tried so is seen in episodes
+            broken = await asyncio.wait_for(broken_reward(self._env, self._tasks[0]), TRIAL_SECONDS)
+        if broken:
+            raise LoadError(f"environment {self._id!r}: {broken}")
         try:
             async with asyncio.timeout(SERVER_SECONDS):
                 await self._exit_stack.enter_async_context(self._env.serving())

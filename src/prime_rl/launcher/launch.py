@@ -119,8 +119,10 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
         for text in tables or console.summary():
             console.say(text)
     # Where nothing was made yet the same command starts again by itself.
-    if outcome is not RunOutcome.SUCCESS and not bench and rundir.results(output_dir):
-        console.say(f"to go on: the same command {'without --clean and ' if config.clean else ''}with --recover")
+    if outcome is not RunOutcome.SUCCESS and not bench and (results := rundir.results(output_dir)):
+        begun = outcome is RunOutcome.INTERRUPTED or results != ["metrics"]  # of a first evaluation
+        way = f"to go on: the same command {'without --clean and ' if config.clean else ''}with --recover"
+        console.say(way if begun else "to begin again: the same command with --clean")
     return outcome
 
 

@@ -16,6 +16,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from prime_rl.config import RLConfig, child_env
+from prime_rl.errors import NEVER_WORKED
 from prime_rl.launcher.plan import RECOVER, ProcessSpec
 from prime_rl.launcher.rundir import forget_status, newest_step
 from prime_rl.monitor import read_status
@@ -33,6 +34,10 @@ _BEATS_TO_EXIT = 5  # heartbeat timeouts; uploads to W&B may take a while
 _LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 1 << 16
 _ERROR_LINE = re.compile(r"(\w+: )?error: ")  # `error: …`, or `trainer: error: …` of a bad configuration
+# That, or a traceback's end, perhaps of one of vLLM's processes, but not what says only where the reason stands.
+_CAUSE = re.compile(r"(?!.*(EngineDeadError|stack trace|root cause))(\(\w[^)]*\) )?[\w.]*([Ee]rror|Exception): ")
+# What no restart makes possible; other errors of a start may pass: memory that a process before still holds, the hub.
+_HOPELESS = re.compile(rf"{NEVER_WORKED}|(NotImplemented|Import|ModuleNotFound)Error: |[Uu]nsupported|not support")
 
 
 class RunOutcome(Enum):
@@ -99,6 +104,7 @@ class SupervisedChild:
         self.restarts, self.furthest = 0, -1  # restarts since the run was this far: batches and versions
         self.state, self.due, self.was_ready = ChildState.PENDING, 0.0, False
         self.options: tuple[str, ...] = ()  # that follow its arguments in the next incarnation
+        self.cause = ""  # of its last failure: one line of its log
 
     def start(self, environ: Mapping[str, str]) -> None:
         # Children read complete files: a setting meant for `rl` may name nothing in theirs.
@@ -118,10 +124,12 @@ class SupervisedChild:
         if not ranks:
             self.process.signal(signal.SIGINT)
 
-    def last_words(self) -> list[str]:
-        """Return the last `error:` line at the end of its log, else the last lines."""
+    def last_words(self, reason: str = "") -> list[str]:
+        """Return the last `error:` line at the end of its log, or exception of a server that failed, else the last
+        lines."""
         lines = [line for line in log_tail(self.spec.log, self._log_start) if line.strip(" =-")]  # no rulers
-        errors = [line for line in lines if _ERROR_LINE.match(line)]
+        pattern = _CAUSE if self.server is not None and reason.startswith("failed") else _ERROR_LINE
+        errors = [line for line in lines if pattern.match(line)]
         return errors[-1:] or lines[-_LOG_TAIL_LINES:]
 
 
@@ -282,15 +290,18 @@ class Supervisor:
         A fault that comes back at the same place is not mended by restarting: `max_restarts` counts those since the run
         last got further, by its newest batch and version.
         """
-        name, most, words = child.name, self._policy.max_restarts, child.last_words()
+        name, most, words = child.name, self._policy.max_restarts, child.last_words(reason)
         runs = [self._output_dir, *self._output_dir.glob("tenants/*")]
         reached = sum(newest_step(run / room) + 1 for run in runs for room in ("rollouts", "weights"))
         child.restarts = 1 if reached > child.furthest else child.restarts + 1
         child.furthest = max(reached, child.furthest)
-        if final or child.restarts > most:
+        before, child.cause = child.cause, words[0] if len(words) == 1 else ""
+        alike = child.server is not None and child.cause == before != "" and child.restarts > 1
+        final = final or (reached <= len(runs) and _HOPELESS.search(child.cause) is not None)  # it has no batch
+        if final or alike or child.restarts > most:
             self._report(child, reason)
             if most and not final:
-                times = f"{most} times without the run getting any further"
+                times = f"{child.restarts - 1} times without the run getting any further"
                 self._say(f"error: {name} was started again {times}: giving up")
             others = [one.name for one in self._children.values() if one.server and one.state is not ChildState.ENDED]
             if child.server is None or not others or not most:
@@ -310,7 +321,7 @@ class Supervisor:
         return True
 
     def _report(self, child: SupervisedChild, reason: str) -> None:
-        text, words = f"{child.name} {reason}", child.last_words()
+        text, words = f"{child.name} {reason}", child.last_words(reason)
         self._say(f"error: {text}; the end of {child.spec.log}:")
         for line in words:
             self._say(f"  {line}")

@@ -25,7 +25,7 @@ from prime_rl.config.orchestrator import OPSD
 from prime_rl.config.shared import ORCHESTRATOR_STEPS
 from prime_rl.envs.pool import EnvPool, Sampler
 from prime_rl.envs.protocol import EpisodeResult, Outcome
-from prime_rl.errors import UserError
+from prime_rl.errors import NEVER_WORKED, UserError
 from prime_rl.evals.runner import EVAL_WORKER, Evaluations, env_pool, eval_environments, wire_sampling
 from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.fleet.replicas import Replica, ReplicaPool, cancel_tasks
@@ -288,7 +288,8 @@ class Orchestrator:
         if enough and failed.total() > self.config.max_error_rate * len(self._outcomes):
             count = f"{failed.total()} of the last {len(self._outcomes)} episodes failed ({dict(failed)})"
             most = f"more than max_error_rate {self.config.max_error_rate}"
-            raise UserError(f"{count}, {most}; the last one: {self._last_error}")
+            never = self.scheduler.step == 0 and None not in self._outcomes and failed.keys() <= {"errored", "invalid"}
+            raise UserError(f"{NEVER_WORKED + ': ' if never else ''}{count}, {most}; the last one: {self._last_error}")
 
     # -- called by `WeightSync` ---------------------------------------------------------------------------------------
 

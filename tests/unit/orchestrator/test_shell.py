@@ -2,12 +2,13 @@
 
 import asyncio
 import dataclasses
+import itertools
 import json
 
 import pytest
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
-from prime_rl.errors import UserError
+from prime_rl.errors import NEVER_WORKED, UserError
 from prime_rl.fleet import weight_sync
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
@@ -157,6 +158,26 @@ async def test_what_never_comes_ends_the_run(tmp_path, settings, result, message
     assert len(list_steps(tmp_path / "rollouts")) == int("weights_timeout" in settings)
     if result == FAILING:
         assert "errored" in audit_text(tmp_path), "those that failed since the last flush are counted, too"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "worked", "permanent"),
+    [(Outcome.ERRORED, 0, True), (Outcome.ERRORED, 1, False), (Outcome.TIMEOUT, 0, False)],
+)
+async def test_environments_that_never_worked_fail_for_good(tmp_path, outcome, worked, permanent):
+    """Contract: a restart is ruled out where the environment failed every episode there was, and only there."""
+    world = fresh(tmp_path, batch_size=64)
+    run, episodes = world.pool.run, itertools.count()
+
+    async def scripted(**arguments) -> EpisodeResult:
+        result = await run(**arguments)
+        return result if next(episodes) < worked else dataclasses.replace(result, outcome=outcome)
+
+    world.pool.run = scripted
+    async with asyncio.timeout(60):
+        with pytest.raises(UserError, match="episodes failed") as caught:
+            await world.orchestrator().run()
+    assert str(caught.value).startswith(NEVER_WORKED) is permanent
 
 
 async def test_what_limits_the_run_is_in_the_metrics_of_its_steps(tmp_path):
