@@ -1,4 +1,4 @@
-"""JSON schemas of the configs, by which editors complete and check TOML files (`#:schema` in a file's first line)."""
+"""JSON schemas of the configs, with which editors complete and check TOML files (`#:schema` in a file's first line)."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ CONFIGS: dict[str, type[BaseConfig]] = {
     "sft": SFTConfig,
     "eval": EvalConfig,
 }
-_INCLUDE = {"description": "Files that come first, by relative paths.", "type": ["string", "array"]}
+_INCLUDE = {"description": "Files that are read before this one, by paths relative to it.", "type": ["string", "array"]}
 
 
 def write_schemas(directory: Path) -> list[Path]:
@@ -34,14 +34,14 @@ def write_schemas(directory: Path) -> list[Path]:
 
 
 def schema(cls: type[BaseConfig]) -> dict[str, Any]:
-    """Return the schema of what a file may say. Nothing is required there: other files and options may say it."""
+    """Return the schema of what a file may say. Nothing is required: other files and options may supply it."""
     tree = _plain(cls.model_json_schema())
     tree["properties"]["include"] = _INCLUDE
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree}
 
 
 def _plain(node: Any) -> Any:
-    """Leave out titles, what is required, and that only one type of several may fit: without `type` several do."""
+    """Leave out titles and what is required, and let several variants fit: a file may leave the `type` of one out."""
     if isinstance(node, list):
         return [_plain(each) for each in node]
     if not isinstance(node, dict):

@@ -1,7 +1,8 @@
-"""Call an environment's reward functions once before any server is up: one that cannot work is found in seconds.
+"""Call an environment's metrics and rewards once before any server is up: one that cannot work is found in seconds.
 
-Without a model, hence reported is only what no reply could have prevented: an exception before anything of the rollout
-was read, or a name, a module, or a field of the task that does not exist. Episodes show what else there is.
+There is no model yet. So only what no reply could have prevented is reported: an exception before anything of the
+rollout was read, or a name, a module, or a field of the task or of a module that does not exist. Episodes show what
+else there is.
 """
 
 import inspect
@@ -14,7 +15,7 @@ from prime_rl.envs.ids import report
 
 
 class _TaskPassed(Exception):
-    """An environment runs an agent on the task in `args`."""
+    """Raised where an environment would run an agent, with the task that it gives to it."""
 
 
 class _Agents:
@@ -28,7 +29,7 @@ class _Agents:
 
 
 class _WatchedTrace(vf.Trace):
-    was_read: ClassVar[bool] = False  # of an instance
+    was_read: ClassVar[bool] = False  # set for each instance; not a field of the model
 
     def __getattribute__(self, name: str) -> Any:
         if name not in ("__class__", "was_read"):
@@ -37,8 +38,11 @@ class _WatchedTrace(vf.Trace):
 
 
 async def broken_reward(env: Any, task: vf.Task) -> str:
-    """Call the functions that score the first task which an episode of `task` gives to an agent, without a runtime.
-    Returns which one raises whatever the reply, and what; else "". Raises anything where this cannot be tried."""
+    """Call the metrics and rewards of the first task that an episode of `task` gives to an agent, with a reply made up.
+
+    Returns which one raises whatever the reply, and what; else "". Functions that need a runtime are left out, as are
+    tasks with a setup, an end or a score of their own. Raises anything where an episode cannot be begun in this way.
+    """
     try:
         await env.run(task, _Agents())  # bounded: by the caller
         return ""
@@ -51,7 +55,7 @@ async def broken_reward(env: Any, task: vf.Task) -> str:
         trace = _WatchedTrace(nodes=[vf.MessageNode(message=reply, sampled=True)], **parts)
         names = inspect.signature(function).parameters
         values = {"task": task.data, "trace": trace}
-        object.__setattr__(trace, "was_read", False)  # by its own constructor
+        object.__setattr__(trace, "was_read", False)  # its constructor has read it
         try:
             result = 0.0 if "runtime" in names else function(**{name: values[name] for name in names if name in values})
             if inspect.isawaitable(result):
@@ -63,8 +67,8 @@ async def broken_reward(env: Any, task: vf.Task) -> str:
 
 
 def _for_any_reply(error: Exception, was_read: bool) -> bool:
-    if not was_read:  # errors of the system and of libraries may pass
+    if not was_read:  # errors of the system and of libraries may be transient
         return type(error).__module__ == "builtins" and not isinstance(error, OSError)
     if isinstance(error, AttributeError):
         return isinstance(error.obj, vf.Task | vf.TaskData | ModuleType)
-    return type(error) in (NameError, ModuleNotFoundError)  # not UnboundLocalError: a loop over nothing
+    return type(error) in (NameError, ModuleNotFoundError)  # UnboundLocalError may come of a loop over no reply

@@ -38,7 +38,7 @@ PAUSE_SECONDS = 120.0  # for the engine to stop at the end of a step, or to resu
 ANSWER_SECONDS = 10.0  # for a call that only asks
 POLL_SECONDS = 0.01  # between two calls that ask for the progress of staging
 FIRST_STAGING_SECONDS = 0.05  # expected before the first version
-INLINE_SECONDS = 0.03  # a version whose staging takes less is staged by its load, which waits at most twice as long
+INLINE_SECONDS = 0.03  # an adapter whose staging takes less is staged by its load, which waits at most twice as long
 EXCHANGE_FAILED = 424  # HTTP's "failed dependency": the exchange with the trainer failed; a retry may succeed
 _PREFERENCE = ("device", "host", "nowhere")  # where workers keep a staged version, the best first
 
@@ -95,7 +95,8 @@ class WeightService:
         status: Shows a change under way, during which the engine does not answer, with its deadline.
         number: Of the adapter in the engine, among several tenants' (None: no tenant's). Where it could not be loaded
             the engine goes on for the others, and this tenant's requests are refused.
-        adapters: Versions are adapters, such as these (None: full weights). Their loads do not pause the engine.
+        adapters: Versions are adapters, such as these (None: full weights). Their loads do not pause an engine that
+            runs.
         on_device: Workers may stage new weights in the GPU's memory, else in the host's, as `servers_on_host` engines
             do at the same time.
     """
@@ -110,7 +111,7 @@ class WeightService:
         self.number, self._shared = number or ADAPTER, number is not None
         self._status = status
         self._stage_options = servers_on_host, on_device
-        self._least_staging: float | None = None  # seconds, of the versions since one that no load could wait for
+        self._least_staging: float | None = None  # seconds, of all versions since a load waited in vain for one
         self._inline = False  # one rank stages the next adapter when it loads it
         self._lock = asyncio.Lock()  # bounded: `_run_exclusively` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -242,7 +243,8 @@ class WeightService:
         await self._swap(directory, identity, change)
 
     async def _stage(self, manifest: WeightsManifest, change: WeightUpdate, answers: list[dict[str, Any]]) -> None:
-        """Have every worker stage the version while generation goes on. `answers`: of a load that was to do so."""
+        """Have every worker stage the version while generation goes on. `answers`: of a load that has begun to stage it
+        (empty: none has)."""
         directory, publisher = manifest.directory, manifest.publisher
         silence = STALL_SECONDS if publisher is None else LOAD_SECONDS  # an exchange has deadlines of its own
         with change.measure("stage"):
@@ -256,10 +258,10 @@ class WeightService:
                 progress = answers
                 # Each call costs the engine a step, since it cannot schedule ahead: none before it may be ready.
                 expected = FIRST_STAGING_SECONDS if self._least_staging is None else self._least_staging
-                pause = max(min(1.25 * expected, expected + FIRST_STAGING_SECONDS), POLL_SECONDS)
+                delay = max(min(1.25 * expected, expected + FIRST_STAGING_SECONDS), POLL_SECONDS)
                 while "reading" in (states := {answer["state"] for answer in answers}) and "failed" not in states:
-                    await asyncio.sleep(pause)  # bounded: by the time-out around it
-                    pause = POLL_SECONDS
+                    await asyncio.sleep(delay)  # bounded: by the time-out around it
+                    delay = POLL_SECONDS
                     answers = await self._engine.collective_rpc("prime_staged", args=(self.number,))
                     if answers != progress:
                         progress, since = answers, time.perf_counter()
@@ -282,12 +284,12 @@ class WeightService:
     async def _swap(
         self, directory: Path, identity: dict[str, Any], change: WeightUpdate, stage: tuple[Any, ...] = ()
     ) -> list[dict[str, Any]]:
-        """Pause, load on every rank, resume. After a failed load the engine stays paused, with its requests,
-        until a load succeeds: half-loaded weights would be sampled from.
+        """Load on every rank. For full weights the engine is paused meanwhile; an adapter is loaded between two of its
+        steps, and requests in flight keep their context.
 
-        An adapter is loaded between two steps of the engine, without a pause. Requests in flight keep their context.
-        Where that fails the engine is paused next, and `served` does not vouch for what it has sampled meanwhile.
-        `stage`: of `prime_load`, whose answers are returned.
+        After a failed load the engine is paused, with its requests, until a load succeeds: half-loaded weights would be
+        sampled from. `served` does not vouch for what it has sampled until then. For several tenants it goes on, and
+        the requests of this one are refused. `stage`: of `prime_load`, whose answers are returned.
         """
         version = identity["version"]
         stopped = self._broken is not None or self._resume_error is not None  # by a failure before

@@ -1,4 +1,4 @@
-"""Worker side of a weight update: stage a committed version beside generation, load it in a pause.
+"""Worker side of a weight update: stage a committed version beside generation, then load it.
 
 A worker reads the version's files, or receives its tensors from the trainer's publisher, into one buffer, and verifies
 what it will load. The buffer is on the device if that has room beside the engine, else in the host's memory. A version
@@ -45,7 +45,7 @@ from prime_rl.transport.weights import (
 
 Place = Literal["device", "host", "nowhere"]
 Ranges = Mapping[str, tuple[int, int]]  # by tensor: its start in the buffer and its size, in bytes
-Identity = dict[str, Any]  # {"version", "hash", "weight_dir"}: the server's name for these weights
+Identity = dict[str, Any]  # {"version", "hash", "weight_dir"}, of an adapter "adapter", too: its PEFT config
 
 THREADS = min(max(len(os.sched_getaffinity(0)) // 2, 4), 8)  # that read files; a worker shares its cores
 SPARE = 2  # the host's free memory must be this many times the buffer: others need some, too
@@ -79,8 +79,8 @@ class Staging:
         on_device: The device's memory may be used.
         verify: Hash files that are kept nowhere. One worker of an engine does.
         sharing: Workers that share the host's memory.
-        refill: The memory of a loaded version with the same tensors, and where to receive this one from, instead of
-            reading its manifest, which takes as long as all the rest.
+        refill: The memory of a loaded version with the same tensors, and a manifest without tensors that says where to
+            receive this one from: reading its own takes as long as all the rest.
     """
 
     def __init__(
@@ -155,7 +155,8 @@ class Staging:
 
     def _stage(self) -> Memory | None:
         if self._refill is not None:
-            with suppress(ExchangeError):  # other tensors or wrong bytes: with the manifest it is known which
+            # Other tensors, wrong bytes, no publisher: begin again with the version's own manifest, which says which.
+            with suppress(ExchangeError):
                 return self._fill_again(*self._refill)
             self._refill = None
         manifest = self.manifest()
@@ -265,10 +266,10 @@ class Staging:
 class Held:
     """What a worker has under one number: the adapter's, or 1 for full weights."""
 
-    identity: Identity | None = None  # what is served; None: the weights that it was started with
+    identity: Identity | None = None  # what is served; None or empty: the weights that it was started with
     staging: Staging | None = None
     subscriber: Subscriber = field(default_factory=Subscriber)
-    memory: Memory | None = None  # of an adapter that was loaded in place: the next one needs the same
+    memory: Memory | None = None  # of an adapter that was loaded in place: the next one may be received into it
     slot: compat.AdapterSlot | None = None  # versions are adapters: vLLM cannot load full weights beside them
 
 
@@ -319,7 +320,7 @@ class WeightsExtension:
         self.prime_unstage(number)
         sharing = servers_on_host * self.vllm_config.parallel_config.world_size
         held = self.prime_held[number]
-        memory, held.memory = held.memory, None  # a thread that hangs may still write to it when another is started
+        memory, held.memory = held.memory, None  # taken away: a thread that hangs may still write to it later
         refill = None
         if source is not None and memory is not None:
             version, incarnation, *address = source
@@ -346,11 +347,13 @@ class WeightsExtension:
     def prime_load(self, number: int, directory: str, identity: Identity, stage: Sequence[Any] = ()) -> dict[str, Any]:
         """Load the staged version, or if none is staged the base model in `directory`, and serve it as `identity`
         (empty: as the weights that it was started with). `stage`: stage it first, with these options of `prime_stage`.
+        Beside adapters the base model stays loaded: for it, the adapter is set to zeros.
 
         Returns the state "loaded" and the weights `served`; or the progress of staging, not "ready": nothing was
         changed. `blocked`: seconds of the engine's time.
 
-        After a failure on any rank the model is unusable until all have loaded another version; an adapter is zeros.
+        After a failure on any rank the model is unusable until all have loaded another version. The adapter of a rank
+        that failed is zeros, those of others may be the new one.
         """
         began, progress = time.perf_counter(), dict[str, Any]()
         if stage:
@@ -386,7 +389,7 @@ class WeightsExtension:
                     if slot is not None:
                         slot.clear()
                     raise
-                finally:  # the staged memory is freed next
+                finally:  # the staged memory is freed or filled again next
                     if self.device.type == "cuda":
                         torch.cuda.current_stream(self.device).synchronize()
         self.prime_unstage(number)

@@ -21,9 +21,11 @@ Config = TypeVar("Config", RLConfig, SFTConfig)
 
 
 def with_ports(config: Config, client: str, offsets: Sequence[int] = (0,)) -> Config:
-    """Return the config with the first server's port in `inference` and in its section `client`; those of the others
-    are `offsets` above it. Unless it was given it is the first with which all of them are free; that of a deployment
-    stays, because tenants name it. Raises UserError: a port that stays is in use, except in a dry run; or none is free.
+    """Return the config with the first server's port, also in the address that the section `client` has.
+
+    A port that was given is kept, and that of a deployment, because its tenants name it. Else it is the first port from
+    which all `offsets` (of each server, its own included) are free. In a dry run a kept port is not looked at. Raises
+    UserError if a kept port is in use, or none is free.
     """
     if (inference := config.inference) is None:
         return config
@@ -38,10 +40,11 @@ def with_ports(config: Config, client: str, offsets: Sequence[int] = (0,)) -> Co
                 for offset in offsets:
                     claim_port(host, port + offset, _OPTION).close()
                     claims.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0prime-rl rl: port {port + offset}")
-                _claims.push(ExitStack() if config.dry_run else claims.pop_all())
+                if not config.dry_run:
+                    _claims.push(claims.pop_all())
                 return config.with_values({"inference.server": server, f"{client}.base_url": f"{server.url}/v1"})
             except UserError as error:
                 refusals.append(error)
             except OSError:
-                refusals.append(UserError(f"port {port} is another run's: choose another with {_OPTION}"))
+                refusals.append(UserError(f"port {port} belongs to another run: choose another with {_OPTION}"))
     raise refusals[0]
