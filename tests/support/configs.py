@@ -6,23 +6,14 @@ from collections.abc import Mapping
 from prime_rl.config import (
     BaseConfig,
     EvalConfig,
-    InferenceConfig,
     OrchestratorConfig,
     RLConfig,
-    SFTConfig,
-    TrainerConfig,
 )
 from prime_rl.config.base import Section
 from prime_rl.config.loader import Config, Entry, Table
+from prime_rl.config.schema import CONFIGS
 
-COMMANDS: dict[str, type[BaseConfig]] = {
-    "rl": RLConfig,
-    "trainer": TrainerConfig,
-    "orchestrator": OrchestratorConfig,
-    "inference": InferenceConfig,
-    "sft": SFTConfig,
-    "eval": EvalConfig,
-}
+COMMANDS = {command: cls for command, cls in CONFIGS.items() if command != "tenants"}
 CLASSES = list(COMMANDS.values())
 ENV = ["--environment.id", "x"]
 ORCH = ["--orchestrator.environment.id", "x"]
