@@ -48,9 +48,7 @@ from prime_rl.wait import in_thread
 
 _LOOK_SECONDS = 0.2  # between two looks for tenants that join or leave
 _IDLE_SECONDS = 0.01  # between two looks for batches
-_ROW_SECONDS = (
-    1.0  # from an update, or its next batch, until its row is written at the latest if something waits for it
-)
+_ROW_SECONDS = 1.0  # from an update, or its next batch, until a row that something waits for is written at the latest
 
 
 class FairQueue:
