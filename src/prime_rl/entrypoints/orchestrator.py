@@ -24,7 +24,7 @@ def run(config: OrchestratorConfig) -> None:
     if not (config.dry_run or config.bench or config.clean) and resume_point(config).fresh:
         refuse_results(config.output_dir)  # before that run's own config is written over
     if config.tenant is not None and not config.dry_run:
-        membership.prepare(config)
+        config = membership.prepare(config)
     if (accepted := begin(config, "orchestrator", plan)) is None:
         return
     log.setup(accepted.log.level, "orchestrator", accepted.output_dir)

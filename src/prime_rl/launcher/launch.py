@@ -17,6 +17,7 @@ from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor import read_status
 from prime_rl.monitor.monitor import bench_table, check_wandb, metrics_path, read_metrics
 from prime_rl.orchestrator.checkpoint import resume_point
+from prime_rl.transport import tenants
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.weights import REFERENCE_TOKENS
 from prime_rl.wait import WaitTimeout, wait
@@ -44,8 +45,8 @@ def run(config: RLConfig) -> int:
         for path, section in plan.configs.items():
             write_toml(section, path)
         say(describe(plan))
-        ranks, tenants = config.trainer_ranks or config.trainer_gpus, config.trainer.tenants
-        say(preflight.state_memory(config.trainer, ranks, 1 if tenants is None else tenants.slots))
+        ranks, shared = config.trainer_ranks or config.trainer_gpus, config.trainer.tenants
+        say(preflight.state_memory(config.trainer, ranks, 1 if shared is None else shared.slots))
         return RunOutcome.SUCCESS.value
     with rundir.Owner(config.output_dir) as owner:
         _check_directory(config)
@@ -74,21 +75,23 @@ def run(config: RLConfig) -> int:
                 pass
         for path, section in plan.configs.items():
             write_toml(section, path)
+        if config.trainer.tenants is not None:
+            tenants.publish_servers(config.output_dir, [f"{server.url}/v1" for server in plan.servers if server.port])
         return _supervise(config, plan, owner).value
 
 
 def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
     output_dir, bench, began = config.output_dir, config.bench, time.time()
-    console, tenants = Console(output_dir, config.max_steps, bench), dict[Path, Console]()
+    console, of_tenants = Console(output_dir, config.max_steps, bench), dict[Path, Console]()
 
     def tick() -> None:
         console.look()
         for directory in sorted(output_dir.glob("tenants/*")) if config.trainer.tenants else ():
-            if directory not in tenants:
-                tenants[directory] = Console(directory, None)
-            for line in tenants[directory].step_lines():
+            if directory not in of_tenants:
+                of_tenants[directory] = Console(directory, None)
+            for line in of_tenants[directory].step_lines():
                 console.say(f"{directory.name}: {line}")
-            console.steps |= tenants[directory].steps
+            console.steps |= of_tenants[directory].steps
         owner.beat()
 
     names = ", ".join(process.name for process in plan.processes)
@@ -110,7 +113,9 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
     console.look()
     words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}
     steps = len(read_metrics(metrics_path(output_dir, "trainer"))) if bench else len(console.steps)
-    made = f"{steps} step{'' if steps == 1 else 's'}" if config.trainer.tenants is None else f"{len(tenants)} tenants"
+    made = (
+        f"{steps} step{'' if steps == 1 else 's'}" if config.trainer.tenants is None else f"{len(of_tenants)} tenants"
+    )
     console.say(f"{words[outcome]}: {made} in {minutes(time.time() - began)}")
     if started := ", ".join(f"{name} {count} x" for name, count in supervisor.restarts.items()):
         console.say(f"started again: {started}")

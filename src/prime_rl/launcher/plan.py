@@ -263,9 +263,7 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
     if not serves:
         machine = replace(machine, gpu_gib=None)
     ports = tuple(range(len(servers)))
-    # Tenants name the servers that they use: one a GPU is what they expect.
-    single = config.inference_servers is not None or config.trainer.tenants is not None
-    if serves and not single and _gains_by_two(config, inference, len(servers), machine):
+    if serves and config.inference_servers is None and _gains_by_two(config, inference, len(servers), machine):
         memory = _memory(config, inference, 2, machine)
         if memory[1] is not None:
             return Layout(servers * 2, trainer, *memory, (*ports, *(_EXTRA_PORTS + port for port in ports)))
@@ -316,7 +314,9 @@ def _gains_by_two(config: RLConfig, inference: InferenceConfig, gpus: int, machi
     small = machine.weights_gib is not None and machine.weights_gib <= _SMALL_GIB and gpus_of_a_server(inference) == 1
     room = inference.server.port + _EXTRA_PORTS + gpus <= _LAST_PORT
     busy = machine.cores >= _CORES_A_GPU * gpus and in_flight >= _EPISODES_A_GPU * gpus
-    return small and busy and room and not bounded
+    # Kernels of adapters are small, and processes take turns on a shared GPU: two servers would starve the trainer.
+    turns = config.share_gpus and config.trainer.lora is not None and config.trainer.lora.serve == "adapter"
+    return small and busy and room and not (bounded or turns)
 
 
 def _memory(

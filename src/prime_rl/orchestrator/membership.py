@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
 
 
-def prepare(config: "OrchestratorConfig") -> None:
-    """Check that the deployment can train this tenant, claim its name, and export its key.
+def prepare(config: "OrchestratorConfig") -> "OrchestratorConfig":
+    """Check that the deployment can train this tenant, claim its name, and export its key. Return the configuration
+    with the deployment's servers, unless it names some.
 
     A deployment that is not there yet is waited for. With `clean` an earlier membership is ended first. Raises
     UserError.
@@ -46,6 +47,8 @@ def prepare(config: "OrchestratorConfig") -> None:
             lambda: "trainer" not in running_processes(directory),
             subject=f"end of the earlier run of {name}", owner="trainer", seconds=seconds,
         )  # fmt: skip
+    urls = [] if "base_url" in config.client.model_fields_set else tenants.server_urls(deployment)
+    return config.with_values({"client.base_url": urls}) if urls else config
 
 
 async def join(config: "OrchestratorConfig", status: Status) -> None:

@@ -10,6 +10,7 @@ other run's, with three more files:
 
 The trainer answers in the tenant's `status/trainer.json`: without an outcome the tenant is a member, "failed: …" says
 why it is none. The servers know tenants by their keys: a request with one means this tenant's adapter and no other.
+Where they are is in the deployment's `servers.json`.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ from prime_rl.transport.commit import write_atomically
 # What a tenant may choose, by the keys of a TrainerConfig.
 SETTINGS = "model", "max_steps", "async_level", "seed", "seq_len", "ckpt", "optim", "scheduler", "loss", "monitor"
 _Record = TypeVar("_Record")
-_OWNER, _JOIN = "tenant.json", "join.json"
+_OWNER, _JOIN, _SERVERS = "tenant.json", "join.json", "servers.json"
 _TAKEN = "the tenant name {} is taken, by another key: choose another tenant.name, or give the key it joined with"
 
 
@@ -36,6 +37,13 @@ class TenantKey:
     """Whose the tenant is: SHA-256 of its key, in hexadecimal digits."""
 
     key_hash: str
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Where the servers that `rl tenants` has started are: `client.base_url` of a tenant on this host."""
+
+    urls: list[str]
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,17 @@ class Join:
 
 def tenant_dir(deployment: Path, name: str) -> Path:
     return deployment / "tenants" / name
+
+
+def publish_servers(deployment: Path, urls: list[str]) -> None:
+    """Commit where the servers are."""
+    write_atomically(deployment / _SERVERS, json.dumps(asdict(Servers(urls))).encode())
+
+
+def server_urls(deployment: Path) -> list[str]:
+    """Return where the servers are; none are known if they were started by hand."""
+    servers = read_record(Servers, deployment / _SERVERS)
+    return [] if servers is None else servers.urls
 
 
 def key_hash(name: str, key: str) -> str:

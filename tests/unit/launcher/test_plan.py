@@ -81,12 +81,12 @@ def test_the_orchestrator_knows_every_server():
 
 
 def test_a_deployment():
-    """`rl tenants` starts servers and the trainer, one server a GPU: tenants name them. Its file plans the same."""
+    """`rl tenants` starts servers and the trainer. Its file plans the same."""
     lora = {"lora": {"rank": 4}, "tenants": {"slots": 3}}
     given = {"trainer": {**lora, "seq_len": 512}, "inference": {}, "model": {"name": "m"}}
     config = from_table(DeploymentConfig, given)
     made = make_plan(config, HostResources(["0", "1"], 64, {}, 80.0, 1.0))
-    assert [process.name for process in made.processes] == ["inference", "trainer"]
+    assert [process.name for process in made.processes] == ["inference", "inference-1", "trainer"]
     assert section(made, "inference").lora.tenants.slots == section(made, "trainer").tenants.slots == 3
     assert Path("outputs/configs/orchestrator.toml") not in made.configs
     assert "versions       adapters of rank 4, of 3 tenants at a time" in plan.describe(made)
@@ -138,6 +138,7 @@ def test_two_servers_share_a_gpu(share, cache, utilization):
         {"inference": {"deterministic": True}},
         {"inference": {"vllm": {"max-num-seqs": 64}}},
         {"inference_servers": 1},
+        {"share_gpus": True, "trainer": {"lora": {}}},
     ],
 )
 def test_one_server_a_gpu(given):

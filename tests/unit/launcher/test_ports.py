@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from prime_rl.config.rl import DeploymentConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher import ports
 from prime_rl.launcher.ports import Config, with_ports
+from prime_rl.transport import tenants
 from support.configs import from_table
 
 RUN = {"orchestrator": {"environments": [{"id": "reverse-text"}]}}
@@ -66,16 +68,21 @@ def test_a_dry_run_claims_nothing(busy: int) -> None:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_a_port_that_was_given_is_kept_or_refused(busy: int, given: bool) -> None:
-    """Contract: a person who gave one wants that one, and tenants name the one of a deployment, given or not."""
+def test_a_port_that_was_given_is_kept_or_refused(busy: int, given: bool, tmp_path: Path) -> None:
+    """Contract: a person who gave one wants that one, and the members of a deployment ask at the one that it had."""
     client = "orchestrator.client"
     if given:
         configs = [
             from_table(RLConfig, {**RUN, "inference": {"server": {"port": busy}}, "dry_run": dry}) for dry in (0, 1)
         ]
     else:
-        deployment = {**DEPLOYMENT, "inference": {}}
-        configs = [at_default(from_table(DeploymentConfig, {**deployment, "dry_run": dry}), busy) for dry in (0, 1)]
+        deployment = {**DEPLOYMENT, "inference": {}, "output_dir": tmp_path}
+        configs = [from_table(DeploymentConfig, {**deployment, "dry_run": dry}) for dry in (0, 1)]
+        tenants.publish_servers(tmp_path, [f"http://localhost:{busy}/v1"])
+        assert port_of(with_ports(at_default(configs[0], busy), client)) > busy  # nobody asks there
+        member = tenants.tenant_dir(tmp_path, "alice")
+        member.mkdir(parents=True)
+        tenants.ask_to_join(member, {})
     with pytest.raises(UserError, match=f"^port {busy} is in use: .* --inference.server.port$"):
         with_ports(configs[0], client)
     assert port_of(with_ports(configs[1], client)) == busy

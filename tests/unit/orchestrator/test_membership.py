@@ -78,6 +78,16 @@ def test_what_cannot_be_is_one_line(
         assert tenants.owner(os.environ[KEY], tenants.key_hashes(deployment)) == "alice"
 
 
+@pytest.mark.parametrize(
+    ("words", "urls"),
+    [((), ["http://a:9000/v1", "http://a:9001/v1"]), (("--client.base-url", "http://b:1"), ["http://b:1"])],
+)
+def test_a_tenant_finds_the_servers(deployment: Path, words: tuple[str, ...], urls: list[str]) -> None:
+    """Where `rl tenants` says that they are, unless it names some."""
+    tenants.publish_servers(deployment, ["http://a:9000/v1", "http://a:9001/v1"])
+    assert membership.prepare(tenant(deployment, "alice", *words)).client.base_urls == urls
+
+
 def test_starting_over_ends_the_membership(deployment: Path) -> None:
     """A second orchestrator of a name is refused, with `--clean`, too; of one that was killed the slot is given up."""
     directory = tenants.tenant_dir(deployment, "alice")
