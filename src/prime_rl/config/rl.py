@@ -28,6 +28,7 @@ class RLConfig(RecoverableRun):
         None, "Servers to start, from server.port on (None: as many as fit inference_gpus, two a GPU for small models)."
     )
     share_gpus: bool = option(False, "Train and serve on the same GPUs: gpu_memory_utilization splits them.")
+    mps: bool = option(False, "Processes on a shared GPU compute at the same time, by NVIDIA's MPS, not in turns.")
     trainer_ranks: PositiveInt | None = option(None, "Processes that train (None: one per GPU, on CPU one).")
     ready_timeout: PositiveFloat = option(1200.0, "Seconds until the inference server must be ready.")
     max_restarts: NonNegativeInt = option(3, "Restarts of a process in a row, while the run gets no further (0: none).")
@@ -56,6 +57,7 @@ class RLConfig(RecoverableRun):
         resumes = self.ckpt is not None and self.ckpt.resume_step is not None
         both = "<recover> goes on from the newest state, <ckpt.resume_step> from a checkpoint: give one of them"
         yield conflict(self.recover and resumes and not self.clean, both)
+        yield conflict(self.mps and not self.share_gpus, "<mps> is for GPUs that train and serve: give <share_gpus>")
         if "orchestrator" not in self.model_fields_set:
             return
         alone = "`rl` starts a trainer of its own: leave <orchestrator.tenant> out"

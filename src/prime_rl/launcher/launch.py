@@ -1,7 +1,9 @@
 """`rl` after its configuration has been read: check, plan, start, watch, sum up."""
 
+import os
 import sys
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from prime_rl.errors import UserError, say
 from prime_rl.inference.server import guarded_host
 from prime_rl.launcher import preflight, rundir, slurm
 from prime_rl.launcher.console import Console, minutes
+from prime_rl.launcher.mps import mps_daemon
 from prime_rl.launcher.plan import HostResources, Plan, describe, lay_out, make_plan
 from prime_rl.launcher.ports import with_ports
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
@@ -108,8 +111,10 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
     # A benchmark that had to be restarted measures nothing.
     restarts = 0 if bench else config.max_restarts
     policy = RestartPolicy(restarts, heartbeat_timeout=config.heartbeat_timeout, stall_timeout=config.stall_timeout)
-    supervisor = Supervisor(plan.processes, output_dir, console.say, tick, policy, drained=lambda: drained(config))
-    outcome = supervisor.run()
+    with ExitStack() as exit_stack:
+        environ = os.environ | (exit_stack.enter_context(mps_daemon(output_dir)) if config.mps else {})
+        supervisor = Supervisor(plan.processes, output_dir, console.say, tick, policy, lambda: drained(config), environ)
+        outcome = supervisor.run()
     console.look()
     words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}
     steps = len(read_metrics(metrics_path(output_dir, "trainer"))) if bench else len(console.steps)
