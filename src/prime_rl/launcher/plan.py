@@ -34,10 +34,9 @@ _ENGINE_GIB = 2.0  # activations and CUDA graphs of one engine
 _LEAST_CACHE_GIB = 2.0
 _SIXTEEN_BITS = ("auto", "bfloat16", "float16", "half")  # else files do not say how large weights are
 _SMALL_GIB = 4.0  # of weights: for such a model vLLM's Python takes longer over a step than the GPU
-_SERVERS_OF_TENANTS = 4
-_CORES_A_SERVER = 4  # with its HTTP server, and a share of the trainer and of the environments
-_EPISODES_A_SERVER = 64  # in flight: fewer do not keep it busy
-_EXTRA_PORTS = 1000  # from a server to the next on its GPU: the ports between are others'
+_CORES_A_GPU = 8  # for two engines, their HTTP servers, the trainer and the environments
+_EPISODES_A_GPU = 128  # in flight: fewer do not keep two engines busy
+_EXTRA_PORTS = 1000  # from a server to the second on its GPU: the ports between are others'
 _LAST_PORT = 65_535
 _DRIVER_SECONDS = 30.0
 
@@ -264,12 +263,10 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
     if not serves:
         machine = replace(machine, gpu_gib=None)
     ports = tuple(range(len(servers)))
-    count = _servers_a_gpu(config, inference, len(servers), machine) if serves else 1
-    if count > 1 and config.inference_servers is None:
-        memory = _memory(config, inference, count, machine)
+    if serves and config.inference_servers is None and _gains_by_two(config, inference, len(servers), machine):
+        memory = _memory(config, inference, 2, machine)
         if memory[1] is not None:
-            more = (number * _EXTRA_PORTS + port for number in range(count) for port in ports)
-            return Layout(servers * count, trainer, *memory, tuple(more))
+            return Layout(servers * 2, trainer, *memory, (*ports, *(_EXTRA_PORTS + port for port in ports)))
     return Layout(servers, trainer, *_memory(config, inference, 1, machine), ports)
 
 
@@ -310,18 +307,17 @@ def _refuse_senseless(config: RLConfig, serves: bool, training: int) -> None:
             raise UserError(message)
 
 
-def _servers_a_gpu(config: RLConfig, inference: InferenceConfig, gpus: int, machine: HostResources) -> int:
-    """Return how many servers on each GPU are fastest: each leaves the GPU idle while its Python works."""
+def _gains_by_two(config: RLConfig, inference: InferenceConfig, gpus: int, machine: HostResources) -> bool:
+    """Whether two servers on each GPU are faster than one: each leaves the GPU idle while its Python works."""
     in_flight = config.orchestrator.max_concurrent or config.orchestrator.batch_size * (config.async_level + 1)
-    count = _SERVERS_OF_TENANTS if config.mps and config.trainer.tenants is not None else 2
     bounded = inference.kv_cache_gib or inference.deterministic or {"max_num_seqs", "max-num-seqs"} & {*inference.vllm}
     small = machine.weights_gib is not None and machine.weights_gib <= _SMALL_GIB and gpus_of_a_server(inference) == 1
-    room = inference.server.port + _EXTRA_PORTS * (count - 1) + gpus <= _LAST_PORT
-    busy = machine.cores >= _CORES_A_SERVER * count * gpus and in_flight >= _EPISODES_A_SERVER * count * gpus
+    room = inference.server.port + _EXTRA_PORTS + gpus <= _LAST_PORT
+    busy = machine.cores >= _CORES_A_GPU * gpus and in_flight >= _EPISODES_A_GPU * gpus
     # Kernels of adapters are small. Where processes take turns on a GPU two servers would starve the trainer.
     lora = config.trainer.lora is not None and config.trainer.lora.serve == "adapter"
     turns = lora and config.share_gpus and not config.mps
-    return count if small and busy and room and not (bounded or turns) else 1
+    return small and busy and room and not (bounded or turns)
 
 
 def _memory(

@@ -93,15 +93,6 @@ def test_a_deployment():
     assert from_table(DeploymentConfig, tomllib.loads(to_toml(config))) == config
 
 
-def test_tenants_under_mps():
-    """Their processes compute at the same time: four servers, with a quarter of the memory each."""
-    shared = {"inference": {}, "model": {"name": "m"}, "share_gpus": True, "mps": True}
-    config = from_table(DeploymentConfig, {"trainer": {"lora": {}, "tenants": {}}, **shared})
-    ports = [server.port for server in make_plan(config, HostResources(["0"], 16, {}, 80.0, 1.0)).servers]
-    assert ports == [8000, 9000, 10000, 11000]
-    assert len(make_plan(config, HostResources(["0"], 8, {}, 80.0, 1.0)).servers) == 1
-
-
 def test_one_gpu_trains_and_serves():
     """Its memory is split and neither side takes more than its share.
     Where the size of the model is not known, the trainer starts once the server has measured what is free."""
