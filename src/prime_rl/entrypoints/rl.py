@@ -1,14 +1,18 @@
-"""`rl`: a whole run from one command; `rl doctor RUN` and `rl audit RUN` examine one."""
+"""`rl`: a whole run from one command, and other commands about runs: `rl doctor RUN`, `rl init`, …"""
 
 import asyncio
 import difflib
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from prime_rl import processes
 from prime_rl.config import EvalConfig, RLConfig
+from prime_rl.config.base import BaseConfig
 from prime_rl.config.rl import DeploymentConfig, ParityConfig
+from prime_rl.config.starter import StarterConfig
 from prime_rl.entrypoints import run_command, show
 from prime_rl.entrypoints.eval import run as evaluate
 from prime_rl.errors import UserError, say, user_errors
@@ -24,13 +28,13 @@ _EXAMINATIONS = {
 
 def main() -> None:
     what, *arguments = sys.argv[1:] or [""]
-    if what in ("parity", "parity-sampler"):
-        return run_command(ParityConfig, sys.argv.pop(1), partial(_parity, what), f"rl {what}")
-    if what == "tenants":
-        return run_command(DeploymentConfig, sys.argv.pop(1), _run, "rl tenants")
-    if what == "eval":
-        return run_command(EvalConfig, sys.argv.pop(1), evaluate, "rl eval")
-    commands = [*_EXAMINATIONS, "parity", "tenants", "eval"]
+    if what == "plan":
+        sys.argv[1:] = [*arguments, "--dry-run"]
+        return run_command(RLConfig, "rl", _run, "rl plan")
+    if what in _COMMANDS:
+        kind, run = _COMMANDS[what]
+        return run_command(kind, sys.argv.pop(1), run, f"rl {what}")
+    commands = [*_EXAMINATIONS, *_COMMANDS, "plan"]
     if near := [] if what in _EXAMINATIONS else difflib.get_close_matches(what, commands, n=1):
         log.fail(UserError(f"`rl {what}` is no command; did you mean `rl {near[0]}`?"))
     if what not in _EXAMINATIONS:
@@ -72,6 +76,21 @@ def _run(config: RLConfig) -> None:
     from prime_rl.launcher.launch import run  # after --help and bad options have had their answer
 
     sys.exit(run(config))
+
+
+def _write_starter(config: StarterConfig) -> None:
+    from prime_rl.launcher.starter import write_starter
+
+    write_starter(config)
+
+
+_COMMANDS: dict[str, tuple[type[BaseConfig], Callable[[Any], object]]] = {
+    "parity": (ParityConfig, partial(_parity, "parity")),
+    "parity-sampler": (ParityConfig, partial(_parity, "parity-sampler")),
+    "tenants": (DeploymentConfig, _run),
+    "eval": (EvalConfig, evaluate),
+    "init": (StarterConfig, _write_starter),
+}
 
 
 def examine(what: str, arguments: list[str]) -> None:

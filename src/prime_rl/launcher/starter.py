@@ -1,0 +1,87 @@
+"""`rl init`: write a first configuration file, with the meaning of each option beside it."""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from prime_rl.config import ConfigError, InferenceConfig, RLConfig, parse
+from prime_rl.config.base import find
+from prime_rl.config.starter import StarterConfig
+from prime_rl.envs import ids
+from prime_rl.errors import UserError, say
+from prime_rl.launcher import preflight
+from prime_rl.launcher.plan import HostResources, visible_gpus
+
+_STATES = 8  # times the size of 16-bit weights: float32 masters and gradients, and moments of AdamW
+_TINY, _SMALL = "assets/tiny-reverse", "Qwen/Qwen3-0.6B"  # the first is in a checkout, and has learnt some reverse-text
+
+
+def write_starter(config: StarterConfig) -> None:
+    """Ask for what is missing, write the file, and say what comes next.
+    Raises UserError: the file exists, or the answers name what cannot be."""
+    if config.file.exists():
+        raise UserError(f"{config.file} exists: give another --file")
+    environment = config.environment or _answer(f"Environment ({', '.join(ids.installed())})", "reverse-text")
+    gpus = str(len(visible_gpus(os.environ)) if config.gpus is None else config.gpus)
+    gpus = gpus if config.gpus is not None else _answer("GPUs (0: none)", gpus)
+    if not gpus.isdigit():
+        raise UserError(f"{gpus} is no number of GPUs")
+    tiny = environment == "reverse-text" and gpus == "0" and Path(_TINY).is_dir()
+    model = config.model or _answer("Model (hub name or directory)", _TINY if tiny else _SMALL)
+    draft = config.file.with_name(f".{config.file.name}.tmp")
+    draft.write_text(starter_text(environment, model, int(gpus), f"uv run rl @ {config.file}"))
+    try:
+        run = parse(RLConfig, ["@", str(draft)], {})
+        preflight.check_environment(run.orchestrator.all_environments()[0])
+        preflight.check_model(model)
+        draft.rename(config.file)
+    except ConfigError as error:
+        raise UserError("; ".join(error.problems)) from error
+    finally:
+        draft.unlink(missing_ok=True)
+    say(f"wrote {config.file}")
+    say(f"uv run rl plan @ {config.file}    shows what it starts, and what it needs")
+    say(f"uv run rl @ {config.file}         starts it")
+
+
+def _answer(question: str, default: str) -> str:
+    return (input(f"{question} [{default}]: ").strip() if sys.stdin.isatty() else "") or default
+
+
+def starter_text(environment: str, model: str, gpus: int, command: str) -> str:
+    """Return a file for a run on so many GPUs. What many users change next is in it as a comment."""
+    cpu, served = gpus == 0, gpus - gpus // 2  # as many GPUs serve as train, or one more
+    host = HostResources.of_this_host(InferenceConfig.model_validate({"model": {"name": model}}))
+    states, memory = (host.weights_gib or 0.0) * _STATES, (host.gpu_gib or math.inf) * max(gpus // 2, 1)
+    adapters = not cpu and states > memory
+    layout: dict[str, Any] = {"device": "cpu"} if cpu else {"share_gpus": True}
+    if gpus > 1:
+        layout = {"inference_gpus": served, "trainer_gpus": gpus - served}
+    reply, sample = (128, 512) if cpu else (1024, 2048)
+    lora, rate = {"trainer.lora.rank": 16}, 2e-4 if cpu else 1e-5 if adapters else 1e-6
+    used: dict[str, Any] = {
+        "max_steps": 100, "async_level": 1, **layout, "model.name": model,
+        "trainer.seq_len": sample * (1 if cpu else 8), "trainer.optim.lr": rate,
+        **(lora if adapters else {}),
+        "orchestrator.batch_size": 64 if cpu else 128, "orchestrator.rollouts_per_example": 8,
+        "orchestrator.seq_len": sample, "orchestrator.sampling.max_tokens": reply,
+        "orchestrator.environment.id": environment,
+        "orchestrator.eval.interval": 20, "orchestrator.eval.num_examples": 64,
+        "inference.max_model_len": sample, **({"inference.fork_engine": True} if cpu else {}),
+        "ckpt.interval": 50,
+    }  # fmt: skip
+    unused = {"wandb.project": "prime-rl", **({} if adapters else lora)}
+    lines, section = [f"# {command}", "# All options: uv run rl --help=all"], ""
+    for name, value in [*used.items(), *unused.items()]:
+        table, _, key = name.rpartition(".")
+        mark = "# " if name in unused else ""
+        if table != section or mark:
+            lines += ["", f"{mark}[{table}]"]
+            section = table
+        setting = find(RLConfig, tuple(name.split(".")))
+        assert setting is not None
+        lines.append(f"{mark}{key} = {json.dumps(value)}".ljust(40) + f" # {setting.field.description}")
+    return "\n".join([*lines, ""])

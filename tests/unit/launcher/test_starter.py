@@ -1,0 +1,65 @@
+"""`rl init` and `rl plan`: a first configuration file, and what a run on it would cost."""
+
+from pathlib import Path
+
+import pytest
+
+from prime_rl.config import RLConfig, parse
+from prime_rl.config.starter import StarterConfig
+from prime_rl.errors import UserError
+from prime_rl.launcher import preflight
+from prime_rl.launcher.starter import starter_text, write_starter
+
+
+def starter(file: Path, **given: object) -> StarterConfig:
+    return StarterConfig.model_validate({"environment": "reverse-text", "gpus": 0, "file": file, **given})
+
+
+@pytest.mark.parametrize(("gpus", "layout"), [(0, (1, None)), (1, (1, None)), (2, (1, 1)), (7, (3, 4))])
+def test_the_file_is_a_run(tmp_path: Path, gpus: int, layout: tuple[int, int | None]) -> None:
+    file = tmp_path / "rl.toml"
+    write_starter(starter(file, gpus=gpus))
+    config = parse(RLConfig, ["@", str(file)], {})
+    assert (config.trainer_gpus, config.inference_gpus) == layout
+    assert config.share_gpus == (gpus == 1)
+    assert config.orchestrator.environments[0].id == "reverse-text"
+    with pytest.raises(UserError, match=r"rl.toml exists: give another --file"):
+        write_starter(starter(file))
+
+
+def test_what_is_a_comment_can_be_made_a_setting(tmp_path: Path) -> None:
+    text = starter_text("reverse-text", "m", 2, "rl").partition("\n\n")[2]
+    assert "# rank = 16" in text
+    file = tmp_path / "rl.toml"
+    file.write_text(
+        "\n".join(line.removeprefix("# ") if "=" in line or "[" in line else line for line in text.split("\n"))
+    )
+    assert parse(RLConfig, ["@", str(file)], {}).trainer.lora is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"environment": "revers-text"}, "did you mean reverse-text"), ({"model": "./nowhere"}, "nowhere")],
+)
+def test_a_wrong_answer_writes_nothing(tmp_path: Path, given: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        write_starter(starter(tmp_path / "rl.toml", **given))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_estimate_of_a_step() -> None:
+    """By hand: 624,320 parameters, 2 samples of 100 tokens, of which 10 are sampled in 5 ms each."""
+    words = [
+        "--model.name",
+        "assets/tiny-reverse",
+        "--orchestrator.environment.id",
+        "x",
+        "--orchestrator.seq-len",
+        "100",
+    ]
+    words += ["--orchestrator.batch-size", "2", "--orchestrator.rollouts-per-example", "2", "--max-steps", "36"]
+    config = parse(RLConfig, [*words, "--orchestrator.sampling.max-tokens", "10"], {})
+    text = preflight.step_estimate(config, servers=1, trainers=1)
+    assert "2 samples, at most 200 tokens, takes about 1.9e-06 s to train and 0.05 to sample" in text
+    assert "2.8e-05 GPU-hours, 36 steps 0.001" in text
+    assert preflight.step_estimate(config, servers=0, trainers=0) == ""
