@@ -15,8 +15,15 @@ class UserError(Exception):
 
 def say(text: str) -> None:
     """Print. Once the terminal or pipe is closed (`rl … | head`) lines are dropped, and the run goes on."""
-    try:
+    with until_closed():
         print(text, flush=True)
+
+
+@contextmanager
+def until_closed() -> Iterator[None]:
+    """Print; where stdout was closed, drop what is printed from here on."""
+    try:
+        yield
     except OSError as error:
         if error.errno not in (errno.EIO, errno.EPIPE):
             raise

@@ -16,8 +16,9 @@ import pytest
 from prime_rl.errors import NEVER_WORKED
 from prime_rl.monitor import read_status
 from prime_rl.processes import identify
-from support.launching import Launch, all_gone, launch
+from support.launching import Launch, all_gone, driver, launch
 from support.processes import until
+from support.terminal import Screen, Terminal
 
 __all__ = ["launch"]  # a fixture
 
@@ -25,14 +26,33 @@ Start = Callable[..., Launch]
 PATIENT = {"max_restarts": 2, "backoff": 0.2, "heartbeat_timeout": 3.0, "stall_timeout": 600.0}
 
 
-def test_success_stops_the_server_and_prints_the_steps(launch: Start) -> None:
-    """Both jobs end well: the server is stopped with SIGTERM, exit 0, phases and one line per step were shown."""
+def test_success_stops_the_server_and_prints_the_steps(launch: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both jobs end well: the server is stopped with SIGTERM, exit 0, phases and one line per step were shown. A pipe
+    gets nothing but lines, whatever the environment says of terminals."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
     run = launch("inference=serves", "trainer=steps", "orchestrator=steps")
     out = run.wait(0)
     assert "inference ready in" in out
     assert "trainer: training" in out
     assert [line for line in out.splitlines() if "Step 2 [3/3] | reward 0.5000 | loss 0.1000 | 0.10 s" in line]
     assert "inference finished after SIGTERM" in (run.base / "events").read_text()
+    assert "\x1b" not in out
+    assert "●" not in out
+
+
+@pytest.mark.parametrize(("trainer", "status"), [("steps", 0), ("fails", 1), ("drains", 130)])
+def test_a_terminal(tmp_path: Path, trainer: str, status: int) -> None:
+    """On a terminal there are rows of progress and of every process, below the same lines; they are removed at the end
+    of a run, of one that fails and of one that is interrupted."""
+    terminal = Terminal(driver(tmp_path, "inference=serves", f"trainer={trainer}", "orchestrator=steps"), columns=200)
+    until(lambda: "inference     ● starting" in "\n".join(Screen(200).feed(terminal.whole).lines), "rows")
+    if trainer == "drains":
+        until((tmp_path / "trainer.up").exists, "trainer up")
+        terminal.popen.send_signal(signal.SIGINT)
+    lines = Screen(200).feed(terminal.wait(status)).lines
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines if line)
+    assert [line[9:] for line in lines if line][-1] == "restarts: {}"
+    assert len([line for line in lines if "Step 2 [3/3] | reward 0.5000" in line]) == (trainer == "steps")
 
 
 FAILURES = {

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,7 @@ for pair in sys.argv[5:]:
     processes.append(ProcessSpec(name, argv, root / "logs" / f"{name}.log", server=server,
                              drain_children=kind == "agent"))
 try:
-    with rundir.Owner(root):
-        console = Console(root, 3)
+    with rundir.Owner(root), Console(root, 3, logs={one.name: one.log for one in processes}) as console:
         supervisor = Supervisor(processes, root, console.say, console.look, RestartPolicy(**json.loads(sys.argv[4])))
         status = supervisor.run().value
         console.look()
@@ -173,22 +173,20 @@ else:
 """
 
 
-class Launch:
-    """A launcher in a session of its own, as a terminal would run it."""
+def driver(root: Path, *children: str, drain: float = 20.0, ready: float = 600.0, policy: object = None) -> list[str]:
+    """Return the command of a launcher that starts these children in `root`."""
+    (root / "child.py").write_text(CHILD)
+    arguments = [str(root / "run"), str(drain), str(ready), json.dumps(policy or {}), *children]
+    return [sys.executable, "-c", DRIVER, *arguments]
 
-    def __init__(
-        self,
-        root: Path,
-        *children: str,
-        drain: float = 20.0,
-        ready: float = 600.0,
-        policy: dict[str, float] | None = None,
-    ) -> None:
+
+class Launch:
+    """A launcher in a session of its own, as a terminal would run it. Options are those of `driver`."""
+
+    def __init__(self, root: Path, *children: str, **options: Any) -> None:
         self.base = root
-        (root / "child.py").write_text(CHILD)
-        arguments = [str(root / "run"), str(drain), str(ready), json.dumps(policy or {}), *children]
         self.popen = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, *arguments],
+            driver(root, *children, **options),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -220,8 +218,8 @@ def all_gone(pids: list[int]) -> None:
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     started: list[Launch] = []
 
-    def start(*children: str, **options: float) -> Launch:
-        started.append(Launch(tmp_path, *children, **options))  # type: ignore[arg-type]
+    def start(*children: str, **options: Any) -> Launch:
+        started.append(Launch(tmp_path, *children, **options))
         return started[-1]
 
     yield start

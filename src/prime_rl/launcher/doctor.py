@@ -12,12 +12,12 @@ from pathlib import Path
 from prime_rl.config.inference import SERVER
 from prime_rl.errors import UserError, say
 from prime_rl.launcher import rundir
-from prime_rl.launcher.console import minutes
 from prime_rl.launcher.supervise import RestartPolicy, log_tail, stall_reason
 from prime_rl.monitor import read_status
 from prime_rl.monitor.limits import LimitWatch
 from prime_rl.monitor.monitor import metrics_path, read_metrics
 from prime_rl.monitor.status import GONE_SECONDS, ProcessStatus
+from prime_rl.monitor.terminal import minutes
 from prime_rl.processes import read, table, this_host
 from prime_rl.transport import checkpoints
 from prime_rl.transport.tenants import has_joined, joins

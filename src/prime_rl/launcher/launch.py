@@ -1,6 +1,7 @@
 """`rl` after its configuration has been read: check, plan, start, watch, sum up."""
 
 import os
+import shlex
 import sys
 import time
 from contextlib import ExitStack
@@ -12,13 +13,14 @@ from prime_rl.config.shared import how_to_start
 from prime_rl.errors import UserError, say
 from prime_rl.inference.server import guarded_host
 from prime_rl.launcher import preflight, rundir, slurm
-from prime_rl.launcher.console import Console, minutes
+from prime_rl.launcher.console import Console
 from prime_rl.launcher.mps import mps_daemon
-from prime_rl.launcher.plan import HostResources, Plan, describe, lay_out, make_plan
+from prime_rl.launcher.plan import HostResources, Plan, describe, headlines, lay_out, make_plan
 from prime_rl.launcher.ports import with_ports
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor import read_status
 from prime_rl.monitor.monitor import bench_table, check_wandb, metrics_path, read_metrics
+from prime_rl.monitor.terminal import minutes
 from prime_rl.orchestrator.checkpoint import resume_point
 from prime_rl.transport import tenants
 from prime_rl.transport.commit import list_steps
@@ -88,7 +90,8 @@ def run(config: RLConfig) -> int:
 
 def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
     output_dir, bench, began = config.output_dir, config.bench, time.time()
-    console, of_tenants = Console(output_dir, config.max_steps, bench), dict[Path, Console]()
+    logs = {process.name: process.log for process in plan.processes}
+    console, of_tenants = Console(output_dir, config.max_steps, bench, logs), dict[Path, Console]()
 
     def tick() -> None:
         console.look()
@@ -100,8 +103,9 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
             console.steps |= of_tenants[directory].steps
         owner.beat()
 
-    names = ", ".join(process.name for process in plan.processes)
-    console.say(f"starting {names}; logs in {output_dir / 'logs'}")
+    for line in headlines(config, plan):
+        console.say(line)
+    console.say(f"starting {', '.join(logs)}; logs in {output_dir / 'logs'}")
     if sys.dont_write_bytecode:
         console.say("PYTHONDONTWRITEBYTECODE is set: every process compiles what it imports, 10 to 20 s of each start")
     if config.trainer.device == "auto" and not any(process.gpus for process in plan.processes):
@@ -114,11 +118,11 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
     # A benchmark that had to be restarted measures nothing.
     restarts = 0 if bench else config.max_restarts
     policy = RestartPolicy(restarts, heartbeat_timeout=config.heartbeat_timeout, stall_timeout=config.stall_timeout)
-    with ExitStack() as exit_stack:
+    with console, ExitStack() as exit_stack:
         environ = os.environ | (exit_stack.enter_context(mps_daemon(output_dir)) if config.mps else {})
         supervisor = Supervisor(plan.processes, output_dir, console.say, tick, policy, lambda: drained(config), environ)
         outcome = supervisor.run()
-    console.look()
+        console.look()
     words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}
     steps = len(read_metrics(metrics_path(output_dir, "trainer"))) if bench else len(console.steps)
     made = (
@@ -131,6 +135,8 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
         tables = [bench_table(output_dir, process) for process in ("trainer", "orchestrator") if bench]
         for text in tables or console.summary():
             console.say(text)
+    if console.steps and not bench:
+        console.say(f"page     uv run rl view {shlex.quote(str(output_dir))}")
     # Where nothing was made yet the same command starts again by itself.
     if outcome is not RunOutcome.SUCCESS and not bench and (results := rundir.results(output_dir)):
         begun = outcome is RunOutcome.INTERRUPTED or results != ["metrics"]  # of a first evaluation

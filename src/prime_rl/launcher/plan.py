@@ -170,6 +170,23 @@ def describe(plan: Plan) -> str:
     return "\n".join([*lines, *(f"config         {path}" for path in plan.configs)])
 
 
+def headlines(config: RLConfig, plan: Plan) -> list[str]:
+    """Say what is about to run: model, environments, batch, GPUs, directory."""
+    orchestrator, adapters = config.orchestrator, f", {plan.versions}" if plan.versions else ""
+    lines = [f"model         {config.trainer.model.name}{adapters}"]
+    if config.trainer.tenants is None:
+        evals, size, attempts = orchestrator.eval, orchestrator.batch_size, orchestrator.rollouts_per_example
+        lines.append("environments  " + ", ".join(env.name for env in orchestrator.environments))
+        if evals is not None:
+            named = ", ".join(env.name for env in evals.environments or orchestrator.environments)
+            lines[-1] += f"; evaluated on {named} ({'all' if evals.num_examples < 0 else evals.num_examples} tasks)"
+        steps = f"{config.max_steps} steps" if config.max_steps else "steps without end"
+        tasks = f"{size // attempts} tasks x {attempts}"
+        lines.append(f"batch         {steps} of {size} rollouts ({tasks}), async level {config.async_level}")
+    gpus = [f"{process.name} on {','.join(process.gpus)}" for process in plan.processes if process.gpus]
+    return [*lines, f"GPUs          {'; '.join(gpus) or 'none: on CPUs'}", f"directory     {plan.output_dir}"]
+
+
 def _sections(config: RLConfig, layout: Layout, servers: Mapping[str, ServerSpec]) -> dict[str, BaseConfig]:
     trainer, orchestrator, inference = config.trainer, config.orchestrator, config.inference
     if trainer.recovery_interval is None and config.max_restarts and not config.bench:

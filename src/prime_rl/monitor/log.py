@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -79,9 +80,11 @@ def _add(stream: TextIO, level: str, process: str, time: str, terminal: bool) ->
     tag = f"[{process}] " if "." in process else ""
     template = f"{{time:{time}}} <level>{{level: <7}}</level> {tag}{{message}}"
     color = terminal and not os.environ.get("NO_COLOR")
+    # `print` looks stdout up: while rows stay below the lines (`LiveRegion`), these go above them.
+    sink = partial(print, end="", flush=True) if terminal else stream
     # `diagnose` would show the values of variables, keys among them.
     _sinks.append(
-        logger.add(stream, level=level.upper(), format=template, colorize=color, backtrace=False, diagnose=False)
+        logger.add(sink, level=level.upper(), format=template, colorize=color, backtrace=False, diagnose=False)
     )
 
 

@@ -3,6 +3,8 @@
 import math
 import os
 import signal
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from prime_rl.config.trainer import TrainingConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log
 from prime_rl.monitor.status import status_path
+from prime_rl.monitor.terminal import ETA_STEPS, LiveRegion, progress, remaining
 from prime_rl.trainer.lm_head import MAXIMA
 from prime_rl.trainer.parallel import Moment, ToHost, World, now, seconds
 from prime_rl.transport.commit import disk_errors, list_steps, step_dir
@@ -27,13 +30,15 @@ from prime_rl.transport.weights import weights_manifest
 def stop_signal() -> Callable[[], bool]:
     """Listen to SIGINT and SIGTERM from now on; return what says whether one has come."""
     received: list[int] = []
+    clear = b"\r\x1b[K" if os.isatty(2) else b""  # the row of a `LiveRegion`
 
     def receive(number: int, frame: FrameType | None) -> None:
         if received:
+            os.write(2, clear)
             os._exit(130)
         received.append(number)
         # Not by the logger, which this signal may have interrupted.
-        os.write(2, b"asked to stop: finishing the current step (again: stop now)\n")
+        os.write(2, clear + b"asked to stop: finishing the current step (again: stop now)\n")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, receive)
@@ -76,11 +81,13 @@ class Report:
         self._name = process if self.main else f"{process}.{world.rank}"
         self._status: Status | None = None
         self._monitor: Monitor | None = None
+        self._region, self._ends = LiveRegion(), deque[float](maxlen=ETA_STEPS + 1)
         if recover or not status_path(config.output_dir, self._name).exists():
             self._begin()
 
     def end(self, _: object, error: BaseException | None, __: object) -> None:
         """For an exit stack: say how the run failed, if it did."""
+        self._region.close()
         if self._status is not None:
             if isinstance(error, UserError | OSError):
                 self._status.done(f"failed: {error}")
@@ -127,12 +134,21 @@ class Report:
         return self._status
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a step's numbers and print its line. Raises UserError if the disk is full."""
+        """Record a step's numbers, print its line, on a terminal also how far the run is. Raises UserError if the disk
+        is full."""
         self.more_metrics(step, metrics)
         if self.main:
-            last = self.config.max_steps
+            last, now = self.config.max_steps, time.time()
             parts = [f"{label} {metrics[key]:{form}}" for key, label, form in _LINE if key in metrics]
             self.text(f"step {step}{f'/{last}' if last else ''} | {' | '.join(parts)}")
+            self._ends.append(now)
+            left = remaining(self._ends, (last or 0) - step - 1, now)
+            row = [
+                *progress(step + 1, last, "steps", left if last else None),
+                (f", loss {metrics['loss/mean']:.4f}", ""),
+            ]
+            if not self._tenant:
+                self._region.draw(lambda: [row])
 
     def more_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record numbers of a step that were not known yet when its line was printed."""
@@ -141,6 +157,7 @@ class Report:
                 self._monitor.log(step, metrics)
 
     def close(self, outcome: str, text: str) -> None:
+        self._region.close()
         if self._monitor is not None:
             self.text(f"{outcome}: {text}")
             self._monitor.close()

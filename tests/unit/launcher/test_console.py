@@ -3,11 +3,12 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from time import time as unix_time
 
 from prime_rl.launcher.console import Console
 from prime_rl.monitor import Status
 from prime_rl.monitor.monitor import bench_table
-from prime_rl.monitor.status import new_status, status_path, write_record
+from prime_rl.monitor.status import Waiting, new_status, status_path, write_record
 from prime_rl.transport.commit import stage
 
 TRAINER = {"loss/mean": 0.0123, "entropy/mean": 2.5, "perf/throughput": 12345.6, "time/step": 3.21}
@@ -120,3 +121,45 @@ def test_console_shows_each_phase_once_and_long_waits(tmp_path, capsys):
     assert lines[0] == "orchestrator: evaluating"
     assert lines[1].startswith("orchestrator waits for weights/step_0 from trainer, for 30 s (gives up in ")
     assert len(lines) == 2
+
+
+def test_rows_say_where_the_run_is(tmp_path):
+    """Progress, rewards, each process (servers that do the same together), the limit, and the last warning that was
+    logged since the launch, of an engine none."""
+    logs = {name: tmp_path / "logs" / f"{name}.log" for name in ("inference", "inference-1", "trainer", "orchestrator")}
+    (tmp_path / "logs").mkdir()
+    for path in logs.values():
+        path.write_text("2026-11-30 10:00:00 WARNING of an earlier launch\n")
+    console = Console(tmp_path, max_steps=4, logs=logs)
+
+    def texts(**statuses) -> list[str]:
+        return ["".join(text for text, _ in row) for row in console.rows(statuses)]
+
+    assert texts() == ["inference ×2  ● starting", "trainer       ● starting", "orchestrator  ● starting"]
+    for step in range(3):
+        add(tmp_path, "trainer", step, step, **TRAINER)
+        add(tmp_path, "orchestrator", step, step, **{"reward/mean": step / 2, "time/idle": 0.1, "time/step": 1.0})
+    console.look()
+    with logs["trainer"].open("a") as file:
+        file.write("2026-11-30 11:00:00 INFO    step 3\n2026-11-30 11:00:01 WARNING the loss jumped\n")
+    with logs["inference"].open("a") as file:
+        file.write("2026-11-30 11:00:02 WARNING no tcmalloc\n")
+    now = unix_time()
+    trainer = replace(new_status("trainer"), phase="training", step=3, ready=now)
+    late = replace(
+        new_status("orchestrator"), waiting=Waiting("weights/step_3", "trainer", now - 7, now + 60), ready=now
+    )
+    lost = replace(new_status("inference"), heartbeat=now - 60, ready=now)
+    ended = replace(new_status("inference-1"), outcome="failed: it was killed")
+    bar, *rest = texts(trainer=trainer, orchestrator=late, inference=lost, **{"inference-1": ended})
+    assert bar.startswith("━━━━━━━━━━━━━━━━━━╌╌╌╌╌╌ 3/4 steps, ETA ")
+    assert rest == [
+        "reward        1.0000 ▁▅█",
+        "inference     ● no sign of life for 60 s",
+        "inference     ● failed: it was killed",
+        "trainer       ● training, step 3",
+        "orchestrator  ● waits for weights/step_3 from trainer, for 7 s",
+        "warning       11:00:01 trainer: the loss jumped",
+    ]
+    console.say("trainer was killed: starting it again in 1 s (restart 1 of at most 3)")
+    assert texts()[-1].endswith("starting it again in 1 s (restart 1 of at most 3)")

@@ -93,6 +93,24 @@ def test_a_deployment():
     assert from_table(DeploymentConfig, tomllib.loads(to_toml(config))) == config
 
 
+def test_what_is_about_to_run():
+    """Model, environments, batch, GPUs and directory, in the words of the configuration."""
+    sections = {
+        "max_steps": 20,
+        "model": {"name": "m"},
+        "orchestrator": {"environments": [{"id": "reverse-text"}], "batch_size": 64, "eval": {"num_examples": 8}},
+        "inference": {},
+    }
+    config = from_table(RLConfig, sections)
+    assert plan.headlines(config, make_plan(config, HostResources(["0", "1"], 16, {}, None, None))) == [
+        "model         m",
+        "environments  reverse-text; evaluated on reverse-text (8 tasks)",
+        "batch         20 steps of 64 rollouts (4 tasks x 16), async level 1",
+        "GPUs          inference on 0; trainer on 1",
+        "directory     outputs",
+    ]
+
+
 def test_one_gpu_trains_and_serves():
     """Its memory is split and neither side takes more than its share.
     Where the size of the model is not known, the trainer starts once the server has measured what is free."""
