@@ -32,7 +32,8 @@ for pair in sys.argv[5:]:
     processes.append(ProcessSpec(name, argv, root / "logs" / f"{name}.log", server=server,
                              drain_children=kind == "agent"))
 try:
-    with rundir.Owner(root), Console(root, 3, logs={one.name: one.log for one in processes}) as console:
+    console = Console(root, 3, logs={one.name: one.log for one in processes})
+    with rundir.Owner(root), console.region:
         supervisor = Supervisor(processes, root, console.say, console.look, RestartPolicy(**json.loads(sys.argv[4])))
         status = supervisor.run().value
         console.look()

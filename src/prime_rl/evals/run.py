@@ -24,7 +24,7 @@ from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
 from prime_rl.fleet.router import NO_VERSION, connect_all
 from prime_rl.monitor import Monitor, Status
 from prime_rl.monitor.status import GONE_SECONDS, TrainerWatch
-from prime_rl.monitor.terminal import LiveRegion, Spans, progress
+from prime_rl.monitor.terminal import LiveRegion
 from prime_rl.transport.commit import CommitError, list_steps, step_dir
 from prime_rl.transport.protocol import BASE
 from prime_rl.transport.settings import running_processes
@@ -176,19 +176,16 @@ class Evaluation:
     async def _run(self, policy: str, opened: Sequence[EvalResults]) -> None:
         """Make the attempts that are missing, as far as there are servers."""
         config, shown = self._config, time.monotonic()
-        begun, there = shown, sum(len(results.made) for results in opened)
 
-        def row(done: int, total: int) -> Spans:
-            left = (time.monotonic() - begun) * (total - done) / (done - there) if done > there else None
-            rows = (row["reward"] for results in opened for row in results.rows.values())
-            rewards = [reward for reward in rows if reward is not None]
-            score = f", reward {fmean(rewards):.4f}" if rewards else ""
-            return [*progress(done, total, f"attempts at {policy}", left), (score, "")]
+        def score() -> str:
+            rewards = (row["reward"] for results in opened for row in results.rows.values())
+            scored = [reward for reward in rewards if reward is not None]
+            return f", reward {fmean(scored):.4f}" if scored else ""
 
         def show(done: int, total: int) -> None:
             nonlocal shown
             self._status.phase(f"evaluating {policy}: {done}/{total}")
-            region.draw(lambda: [row(done, total)])
+            region.draw_progress(done, total, f"attempts at {policy}", score)
             if time.monotonic() - shown > LINE_SECONDS:
                 shown = time.monotonic()
                 logger.info("{}: {}", policy, ", ".join(results.line() for results in opened))

@@ -6,21 +6,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
-from types import MappingProxyType
-from typing import Self
 
 from prime_rl.config.inference import SERVER
 from prime_rl.evals.results import REPORT
 from prime_rl.launcher.rundir import LAUNCHER
-from prime_rl.launcher.supervise import log_tail
 from prime_rl.monitor import read_status
 from prime_rl.monitor.limits import Limit, LimitWatch, Row, limit_of
-from prime_rl.monitor.monitor import metrics_path, read_metrics
+from prime_rl.monitor.monitor import Tail, metrics_path, read_metrics
 from prime_rl.monitor.status import HEARTBEAT_SECONDS, ProcessStatus, phase_name
-from prime_rl.monitor.terminal import ETA_STEPS, LiveRegion, Spans, minutes, progress, remaining, sparkline
+from prime_rl.monitor.terminal import LiveRegion, Spans, minutes, progress, remaining, sparkline
 from prime_rl.transport.commit import list_steps, step_dir
 
 _PATIENCE_SECONDS = 30.0  # a shorter wait is normal: no line
+_ETA_STEPS = 10  # the remaining time follows the mean of the last steps
 _SUMMARY_STEPS = 5
 _STEP_METRICS = {
     "reward/mean": "reward {:.4f}",
@@ -29,26 +27,22 @@ _STEP_METRICS = {
     "time/step": "{:.2f} s",
 }
 _SILENT_SECONDS = 5 * HEARTBEAT_SECONDS
-_SPARK_CELLS = 40
+_SPARK_STEPS = 60
+_IN_ROWS = ("limited by", "ETA")  # parts of a step's line that rows say as well
 _WARNING = re.compile(r"starting it again|goes on without|\(gives up in")  # in a line of the launcher
-_LOGGED = re.compile(r"\S+ (\S+) (?:WARNING|ERROR|CRITICAL) +(.*)")
+_LOGGED = re.compile(rb"\S+ (\S+) (?:WARNING|ERROR|CRITICAL) +(.*)")
 
 
 class Console:
-    """Print what metrics and status files say. `say` and `look` are the supervisor's callbacks. Leaving the `with`
-    block removes the rows of a terminal."""
+    """Print what metrics and status files say. `say` and `look` are the supervisor's callbacks. Leaving `region`
+    removes the rows."""
 
     def __init__(
-        self,
-        output_dir: Path,
-        max_steps: int | None,
-        bench: bool = False,
-        logs: Mapping[str, Path] = MappingProxyType({}),
+        self, output_dir: Path, max_steps: int | None, bench: bool = False, logs: Mapping[str, Path] | None = None
     ) -> None:
         """`bench`: trainer and orchestrator have no steps in common. `logs`: of the processes that rows are about."""
         self._output_dir, self._max_steps, self._bench = output_dir, max_steps, bench
-        self._logs, self._region = logs, LiveRegion()
-        self._log_sizes = {path: _size(path) for path in logs.values()}
+        self._logs, self.region = {name: Tail(path, skip=True) for name, path in (logs or {}).items()}, LiveRegion()
         self._warning: Spans = ()
         self._limit: Limit | None = None
         self._began = time.time()
@@ -61,17 +55,11 @@ class Console:
         self._steady = 0.0  # the last process was ready: before, steps waited for its start
         self.steps: set[int] = set()  # that were printed
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._region.close()
-
     def say(self, text: str) -> None:
         style = "red" if text.startswith("error: ") else "yellow" if _WARNING.search(text) else ""
         if style:
             self._warning = [(f"{time.strftime('%H:%M:%S')} {text}", style)]
-        self._region.say(f"{time.strftime('%H:%M:%S')} {text}", style)
+        self.region.say(f"{time.strftime('%H:%M:%S')} {text}", style)
 
     def look(self) -> None:
         statuses = read_status(self._output_dir)
@@ -81,7 +69,7 @@ class Console:
                 self._steady = max(self._steady, status.ready or 0.0)
         for line in [] if self._bench else self.step_lines():
             self.say(line)
-        self._region.draw(lambda: self.rows(statuses))
+        self.region.draw(lambda: self.rows(statuses))
 
     def rows(self, statuses: Mapping[str, ProcessStatus]) -> Iterator[Spans]:
         """Say how far the run is, what each process is doing, what limits the run, and the last warning."""
@@ -92,24 +80,19 @@ class Console:
             yield progress(done, self._max_steps, "steps", left)
         batches = sorted(self._watch.rows["orchestrator"].items())
         if rewards := [row["reward/mean"] for _, row in batches if "reward/mean" in row]:
-            yield [_label("reward"), (f"{rewards[-1]:.4f} ", "bold"), (sparkline(rewards, _SPARK_CELLS), "cyan")]
+            yield [_label("reward"), (f"{rewards[-1]:.4f} ", "bold"), (sparkline(rewards[-_SPARK_STEPS:]), "cyan")]
         # Servers that do the same share a row.
         states = Counter((name.partition("-")[0], *state_of(statuses.get(name), now)) for name in self._logs)
         for (name, doing, style), count in states.items():
             yield [_label(name if count == 1 else f"{name} ×{count}"), ("● ", style), (doing, "")]
         if self._limit is not None:
             yield [_label("limited by"), (self._limit.name, "bold"), (f" ({self._limit.reason})", "dim")]
-        self._read_logs()
+        for name, log in self._logs.items():
+            for logged in filter(None, map(_LOGGED.match, log.lines())):
+                if not name.startswith(SERVER):  # an engine warns of much that is as it should be
+                    self._warning = [(f"{logged[1].decode()} {name}: {logged[2].decode(errors='replace')}", "yellow")]
         if self._warning:
             yield [_label("warning"), *self._warning]
-
-    def _read_logs(self) -> None:
-        """Take in the warnings that were logged since the last call. Engines warn of much that is as it should be."""
-        for name, path in self._logs.items():
-            begin, self._log_sizes[path] = self._log_sizes[path], _size(path)
-            lines = log_tail(path, begin) if self._log_sizes[path] > begin and not name.startswith(SERVER) else []
-            for logged in filter(None, map(_LOGGED.match, lines)):
-                self._warning = [(f"{logged[1]} {name}: {logged[2]}", "yellow")]
 
     def _show(self, status: ProcessStatus) -> None:
         """Print a new phase until the first step (from then on there is a line a step), and a long wait once."""
@@ -149,19 +132,19 @@ class Console:
     def _step_line(self, step: int, orchestrator: Row, trainer: Row) -> str:
         """`Step 3 [4/20] | reward 0.312 | …`: the number counts from 0, the brackets say how many are done."""
         self.steps.add(step)
-        recent = [*self._step_ends[-ETA_STEPS:], trainer["time"]]
+        recent = [*self._step_ends[-_ETA_STEPS:], trainer["time"]]
         self._step_ends = [end for end in recent if end >= self._steady]
         row = {**trainer, **{key: orchestrator[key] for key in ("reward/mean",) if key in orchestrator}}
         parts = [f"Step {step} [{step + 1}/{self._max_steps}]" if self._max_steps else f"Step {step} [{step + 1}]"]
         parts += [form.format(row[key]) for key, form in _STEP_METRICS.items() if key in row]
         if (shares := self._watch.shares()) is not None:
             self._limit = limit_of(shares)
-            parts += [] if self._region.shown else [f"limited by {self._limit.name}"]
+            parts.append(f"limited by {self._limit.name}")
         # The first step waited for the start-up: its duration says nothing about the pace.
         left = remaining(self._step_ends, (self._max_steps or 0) - step - 1, trainer["time"])
-        if self._max_steps is not None and left is not None and not self._region.shown:
+        if self._max_steps is not None and left is not None:
             parts.append(f"ETA {minutes(left)}")
-        return " | ".join(parts)
+        return " | ".join(part for part in parts if self.region.live is None or not part.startswith(_IN_ROWS))
 
     def summary(self) -> list[str]:
         """Compare the run's first and last rewards and evaluations; say where the time went, and where the weights are.
@@ -214,14 +197,8 @@ def state_of(status: ProcessStatus | None, now: float) -> tuple[str, str]:
         return f"no sign of life for {silent:.0f} s", "red"
     if status.waiting is not None and now - status.waiting.since >= 1.0:
         return f"waits for {status.waiting}", "yellow"
-    if status.ready is None:
-        return f"{status.doing}, for {now - status.since:.0f} s", "yellow"
-    return status.doing, "green"
+    return (status.doing, "green") if status.ready else (f"{status.doing}, for {now - status.since:.0f} s", "yellow")
 
 
 def _label(name: str) -> tuple[str, str]:
     return f"{name:<14}", "dim"
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

@@ -118,7 +118,7 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
     # A benchmark that had to be restarted measures nothing.
     restarts = 0 if bench else config.max_restarts
     policy = RestartPolicy(restarts, heartbeat_timeout=config.heartbeat_timeout, stall_timeout=config.stall_timeout)
-    with console, ExitStack() as exit_stack:
+    with console.region, ExitStack() as exit_stack:
         environ = os.environ | (exit_stack.enter_context(mps_daemon(output_dir)) if config.mps else {})
         supervisor = Supervisor(plan.processes, output_dir, console.say, tick, policy, lambda: drained(config), environ)
         outcome = supervisor.run()

@@ -172,19 +172,19 @@ def describe(plan: Plan) -> str:
 
 def headlines(config: RLConfig, plan: Plan) -> list[str]:
     """Say what is about to run: model, environments, batch, GPUs, directory."""
-    orchestrator, adapters = config.orchestrator, f", {plan.versions}" if plan.versions else ""
-    lines = [f"model         {config.trainer.model.name}{adapters}"]
+    orchestrator, gpus = config.orchestrator, [process for process in plan.processes if process.gpus]
+    lines = [("model", config.trainer.model.name + (f", {plan.versions}" if plan.versions else ""))]
     if config.trainer.tenants is None:
-        evals, size, attempts = orchestrator.eval, orchestrator.batch_size, orchestrator.rollouts_per_example
-        lines.append("environments  " + ", ".join(env.name for env in orchestrator.environments))
-        if evals is not None:
-            named = ", ".join(env.name for env in evals.environments or orchestrator.environments)
-            lines[-1] += f"; evaluated on {named} ({'all' if evals.num_examples < 0 else evals.num_examples} tasks)"
-        steps = f"{config.max_steps} steps" if config.max_steps else "steps without end"
-        tasks = f"{size // attempts} tasks x {attempts}"
-        lines.append(f"batch         {steps} of {size} rollouts ({tasks}), async level {config.async_level}")
-    gpus = [f"{process.name} on {','.join(process.gpus)}" for process in plan.processes if process.gpus]
-    return [*lines, f"GPUs          {'; '.join(gpus) or 'none: on CPUs'}", f"directory     {plan.output_dir}"]
+        names = ", ".join(env.name for env in orchestrator.environments)
+        if (evals := orchestrator.eval) is not None:
+            names += f"; evaluated on {', '.join(env.name for env in evals.environments or orchestrator.environments)}"
+            names += f" ({'all' if evals.num_examples < 0 else evals.num_examples} tasks)"
+        steps, size, attempts = config.max_steps, orchestrator.batch_size, orchestrator.rollouts_per_example
+        rollouts = f"{size} rollouts ({size // attempts} tasks x {attempts}), async level {config.async_level}"
+        lines += [("environments", names), ("batch", f"{steps or 'endless'} steps of {rollouts}")]
+    placed = "; ".join(f"{process.name} on {','.join(process.gpus)}" for process in gpus)
+    lines += [("GPUs", placed or "none: on CPUs"), ("directory", f"{plan.output_dir}")]
+    return [f"{name:<13} {what}" for name, what in lines]
 
 
 def _sections(config: RLConfig, layout: Layout, servers: Mapping[str, ServerSpec]) -> dict[str, BaseConfig]:

@@ -131,13 +131,14 @@ def metrics_path(output_dir: Path, process: str) -> Path:
 
 
 class Tail:
-    """Reads the lines that were added to a metrics file since the last call. The file may not exist yet."""
+    """Reads the lines that were added to a log or metrics file since the last call, with `skip` since now. The file may
+    not exist yet."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
+    def __init__(self, path: Path, skip: bool = False) -> None:
+        self._path, self._offset = path, path.stat().st_size if skip and path.exists() else 0
 
-    def read(self) -> list[dict[str, float]]:
-        """The rows of whole lines, without those that a crash cut short."""
+    def lines(self) -> list[bytes]:
+        """The whole lines."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -146,8 +147,12 @@ class Tail:
             file.seek(self._offset)
             text, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(text) + len(newline)
+        return text.splitlines()
+
+    def read(self) -> list[dict[str, float]]:
+        """The rows of metrics, without those that a crash cut short."""
         rows = []
-        for line in text.splitlines():
+        for line in self.lines():
             with suppress(ValueError):
                 row = json.loads(line)
                 if isinstance(row, dict) and "step" in row:

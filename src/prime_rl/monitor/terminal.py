@@ -1,7 +1,6 @@
 """Rows that stay below the lines of a terminal, and what they are made of: progress, remaining time, a sparkline.
 
-Without a terminal there are no rows, and lines are printed as they are. `rich`, which draws, is imported on terminals
-only.
+Elsewhere lines are printed as they are. `rich`, which draws, is imported on terminals only.
 """
 
 import math
@@ -10,9 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from itertools import pairwise
-from statistics import fmean
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from prime_rl.errors import say, until_closed
 
@@ -20,7 +17,6 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 COLUMNS = 120  # of a row at most
-ETA_STEPS = 10  # the remaining time follows the mean of the last steps
 _DRAW_SECONDS = 0.25  # between two drawings
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BAR_CELLS = 24
@@ -33,67 +29,61 @@ class LiveRegion(AbstractContextManager["LiveRegion"]):
     """Rows below the lines; nothing where stdout is no terminal. What this process prints appears above them."""
 
     def __init__(self) -> None:
-        encoding = (getattr(sys.stdout, "encoding", None) or "").replace("-", "").lower()
-        self._capable = os.environ.get("TERM", "dumb") not in ("dumb", "unknown") and encoding == "utf8"
-        self._live: Live | None = None  # while there are rows
+        terminal, encoding = os.environ.get("TERM", "dumb"), f"{sys.stdout.encoding}".lower()
+        self._capable = terminal not in ("dumb", "unknown") and encoding == "utf-8"
         self._drawn = -math.inf
-
-    @property
-    def shown(self) -> bool:
-        """Whether there are rows, which lines need not repeat."""
-        return self._live is not None
+        self._first: tuple[float, int] | None = None  # when progress was first shown, and how much it was
+        self.live: Live | None = None  # while there are rows
 
     def say(self, text: str, style: str = "") -> None:
         """Print lines above the rows, on a terminal in this style."""
-        if self._live is None:
+        if self.live is None:
             return say(text)
-        from rich.text import Text
-
-        with until_closed():  # as it is: where a line is too long the terminal wraps it, so that it can be copied
-            self._live.console.print(Text.from_ansi(text, style=style), soft_wrap=True)
+        with until_closed():
+            self.live.console.print(text, style=style)
 
     def draw(self, rows: Callable[[], Iterable[Spans]]) -> None:
         """Show these rows in place of the last ones, unless those were drawn just now. The first ones are kept where
         the terminal is low."""
-        if time.monotonic() - self._drawn < _DRAW_SECONDS or not (self._capable and sys.stdout.isatty()):
+        due = time.monotonic() - self._drawn >= _DRAW_SECONDS
+        if not (due and self._capable and sys.stdout.isatty()):
             return
-        from rich.console import Group
+        from rich.console import Console, Group
+        from rich.live import Live
         from rich.text import Text
 
         with until_closed():
-            live = self._live = self._live or _start()
-            width, height = os.get_terminal_size(sys.stdout.fileno())
-            live.console.size = width or COLUMNS, height or 24  # a terminal may not know
-            texts = [Text.assemble(*spans, no_wrap=True) for spans in rows()][: max(1, live.console.height // 2)]
+            if self.live is None:
+                # Lines are printed as they are: the terminal wraps those that are too long, so that they can be copied.
+                console = Console(force_terminal=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+                own = sys.stderr.isatty()
+                self.live = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=own)
+                self.live.start()
+                console.show_cursor()  # a killed process leaves it so
+            columns, lines = os.get_terminal_size(sys.stdout.fileno())
+            self.live.console.size = size = (columns or COLUMNS, lines or 24)  # a terminal may not know
+            texts = [Text.assemble(*spans, no_wrap=True) for spans in rows()][: max(1, size[1] // 2)]
             for text in texts:
-                text.truncate(min(COLUMNS, live.console.width - 1), overflow="ellipsis")
-            live.update(Group(*texts), refresh=True)
+                text.truncate(min(COLUMNS, size[0] - 1), overflow="ellipsis")
+            self.live.update(Group(*texts), refresh=True)
         self._drawn = time.monotonic()
+
+    def draw_progress(self, done: int, total: int | None, unit: str, more: Callable[[], str]) -> None:
+        """Show one row: how much is done, the remaining time at the pace since the first call, and what `more` says."""
+        now = time.monotonic()
+        began, first = self._first = self._first or (now, done)
+        left = (now - began) * (total - done) / (done - first) if total and done > first else None
+        self.draw(lambda: [[*progress(done, total, unit, left), (more(), "")]])
 
     def close(self) -> None:
         """Remove the rows. Safe to call twice."""
-        if self._live is not None:
+        if self.live is not None:
             with until_closed():
-                self._live.stop()
-            self._live = None
-
-    def __enter__(self) -> Self:
-        return self
+                self.live.stop()
+            self.live = None
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _start() -> "Live":
-    from rich.console import Console
-    from rich.live import Live
-
-    # Of `print` and of log lines each is a whole line, which goes above the rows.
-    console = Console(force_terminal=True, highlight=False, soft_wrap=True)
-    live = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=sys.stderr.isatty())
-    live.start()
-    console.show_cursor()  # a killed process leaves it so
-    return live
 
 
 def progress(done: int, total: int | None, unit: str, left: float | None) -> Spans:
@@ -114,14 +104,10 @@ def remaining(ends: Sequence[float], todo: int, now: float) -> float | None:
     return todo * pace - min(max(now - ends[-1], 0.0), pace if todo else 0.0)
 
 
-def sparkline(values: Sequence[float], cells: int) -> str:
-    """`▁▃▅█`: from the least to the most of the values; where they are more than `cells`, means of equal parts."""
-    count = min(cells, len(values))
-    bounds = [len(values) * cell // count for cell in range(count + 1)] if count else []
-    means = [fmean(values[begin:end]) for begin, end in pairwise(bounds)]
-    low, extent = min(means, default=0.0), max(means, default=0.0) - min(means, default=0.0)
-    top = len(_BLOCKS) - 1
-    return "".join(_BLOCKS[round(top * (mean - low) / extent) if extent else 0] for mean in means)
+def sparkline(values: Sequence[float]) -> str:
+    """`▁▃▅█`: from the least of the values to the most."""
+    low, extent = min(values), max(values) - min(values)
+    return "".join(_BLOCKS[round((len(_BLOCKS) - 1) * (value - low) / extent) if extent else 0] for value in values)
 
 
 def minutes(seconds: float) -> str:

@@ -3,8 +3,6 @@
 import math
 import os
 import signal
-import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from prime_rl.config.trainer import TrainingConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log
 from prime_rl.monitor.status import status_path
-from prime_rl.monitor.terminal import ETA_STEPS, LiveRegion, progress, remaining
+from prime_rl.monitor.terminal import LiveRegion
 from prime_rl.trainer.lm_head import MAXIMA
 from prime_rl.trainer.parallel import Moment, ToHost, World, now, seconds
 from prime_rl.transport.commit import disk_errors, list_steps, step_dir
@@ -81,7 +79,7 @@ class Report:
         self._name = process if self.main else f"{process}.{world.rank}"
         self._status: Status | None = None
         self._monitor: Monitor | None = None
-        self._region, self._ends = LiveRegion(), deque[float](maxlen=ETA_STEPS + 1)
+        self._region = LiveRegion()
         if recover or not status_path(config.output_dir, self._name).exists():
             self._begin()
 
@@ -134,21 +132,14 @@ class Report:
         return self._status
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a step's numbers, print its line, on a terminal also how far the run is. Raises UserError if the disk
-        is full."""
+        """Record a step's numbers and print its line. Raises UserError if the disk is full."""
         self.more_metrics(step, metrics)
         if self.main:
-            last, now = self.config.max_steps, time.time()
+            last = self.config.max_steps
             parts = [f"{label} {metrics[key]:{form}}" for key, label, form in _LINE if key in metrics]
             self.text(f"step {step}{f'/{last}' if last else ''} | {' | '.join(parts)}")
-            self._ends.append(now)
-            left = remaining(self._ends, (last or 0) - step - 1, now)
-            row = [
-                *progress(step + 1, last, "steps", left if last else None),
-                (f", loss {metrics['loss/mean']:.4f}", ""),
-            ]
             if not self._tenant:
-                self._region.draw(lambda: [row])
+                self._region.draw_progress(step + 1, last, "steps", lambda: f", loss {metrics['loss/mean']:.4f}")
 
     def more_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record numbers of a step that were not known yet when its line was printed."""
