@@ -32,10 +32,11 @@ from prime_rl.config.base import (
     has_mark,
     is_index,
     nearest,
+    set_values,
     settings,
 )
 from prime_rl.config.migration import GONE, OLDER, current_file
-from prime_rl.errors import say
+from prime_rl.errors import UserError, say
 from prime_rl.redact import without_password
 
 Config = TypeVar("Config", bound=BaseConfig)
@@ -46,6 +47,7 @@ PREFIX = "PRIME_"  # of environment variables: PRIME_MODEL__NAME is model.name
 RESERVED_VARIABLE = "PRIME_API_KEY"  # the key of the user's account, although `inference` has an api_key
 SECTIONS_OF_RL = ("trainer", "orchestrator", "inference")
 ABSENT: Any = object()
+_LOADER = "loader"  # context of a validation whose sections have what they share
 BOOLS = {"true": True, "false": False, "1": True, "0": False, "none": None}
 # What is said of kinds of errors in place of pydantic's words.
 MESSAGES = {
@@ -77,7 +79,7 @@ SHELLS = {
 }
 
 
-class ConfigError(Exception):
+class ConfigError(UserError):
     """One or more mistakes in a configuration, each a readable line in `problems`."""
 
     def __init__(self, *problems: str) -> None:
@@ -108,21 +110,26 @@ def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None 
 def parse(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> Config:
     """Return the configuration that `argv` and `env` describe; read the files they name, print nothing.
 
-    Settings that the sections of a run have in common reach each of them, as they do not in a class made directly.
     Raises ConfigError with every mistake.
     """
     return resolve(cls, argv, env)[0]
 
 
-def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> tuple[Config, list[str]]:
-    """As `parse`, with hints at today's spelling of an older setting, and at settings that are left out."""
+def resolve(
+    cls: type[Config], argv: Sequence[str], env: Mapping[str, str], values: Mapping[str, Any] | None = None
+) -> tuple[Config, list[str]]:
+    """As `parse`, with `values` by dotted key over both, and with hints at today's spelling of an older setting, and at
+    settings that are left out."""
     table = _read(cls, argv, env)
+    for name, value in (values or {}).items():
+        source = Entry(name=f"argument {name}", precedence=len(argv) + 2)  # above all of argv
+        table.add(tuple(name.split(".")), set_values(value), source)
     # Once without shared settings, for what is unknown or of a wrong type, and once with them.
     for shared in (False, True):
         try:
             if shared:
                 cls.share(table)
-            config = cls.model_validate(table.tree())
+            config = cls.model_validate(table.tree(), context=_LOADER)
         except Problems as error:
             table.problems += [_problem_line(problem, (), table) for problem in error.problems]
         except ValidationError as error:

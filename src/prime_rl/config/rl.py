@@ -2,11 +2,12 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, model_validator
 
-from prime_rl.config.base import Checks, Problem, check, conflict, option
+from prime_rl.config.base import Checks, Problem, check, conflict, option, set_values
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.config.loader import Entry, Table
 from prime_rl.config.share import share
 from prime_rl.config.shared import ClientConfig, Device, ModelConfig, RecoverableRun, SlurmConfig, WandbConfig
 from prime_rl.config.trainer import TrainerConfig, serve_adapters
@@ -42,6 +43,17 @@ class RLConfig(RecoverableRun):
     inference: InferenceConfig | None = option(None, "The inference server (None: one that runs already).")
 
     share = staticmethod(share)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share(cls, data: Any, info: ValidationInfo) -> Any:
+        """Share settings of a configuration that is made directly as the loader does those that it reads."""
+        if info.context is not None or not isinstance(data, dict):
+            return data
+        table = Table()
+        table.add((), set_values(data), Entry())
+        share(table)
+        return table.tree()
 
     @model_validator(mode="before")
     @classmethod

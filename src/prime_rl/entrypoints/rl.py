@@ -22,6 +22,7 @@ from prime_rl.monitor import Status, log
 _EXAMINATIONS = {
     "doctor": "`rl doctor RUN`: what a run is doing, who waits for whom, and what keeps it from going on.",
     "audit": "`rl audit RUN`: where every episode of a run went, with mean length and reward.",
+    "chat": "`rl chat RUN`: talk to the newest weights of a run, or to those in a directory; Ctrl-D ends.",
     "schema": "`rl schema DIRECTORY`: write JSON schemas of all configs, by which editors complete and check files.",
 }
 
@@ -39,7 +40,7 @@ def main() -> None:
         log.fail(UserError(f"`rl {what}` is no command; did you mean `rl {near[0]}`?"))
     if what not in _EXAMINATIONS:
         run_command(RLConfig, "rl", _run)
-    elif arguments in (["-h"], ["--help"]):
+    elif arguments in (["-h"], ["--help"]) and what != "chat":
         print(_EXAMINATIONS[what])
     else:
         try:
@@ -96,6 +97,10 @@ _COMMANDS: dict[str, tuple[type[BaseConfig], Callable[[Any], object]]] = {
 def examine(what: str, arguments: list[str]) -> None:
     """Print what the run that `arguments` name has done. `doctor` ends with its own exit status."""
     processes.watch()
+    if what == "chat":
+        from prime_rl.entrypoints.chat import chat
+
+        return chat(arguments)
     if len(arguments) != 1 or arguments[0].startswith("-"):
         name = "DIRECTORY" if what == "schema" else "RUN (the run's output directory)"
         raise UserError(f"usage: rl {what} {name}")

@@ -22,6 +22,11 @@ _claims = ExitStack()
 Config = TypeVar("Config", RLConfig, SFTConfig)
 
 
+def release() -> None:
+    """Give up the claims of runs that have ended, in a process that goes on."""
+    _claims.close()
+
+
 def with_ports(config: Config, client: str, offsets: Sequence[int] = (0,)) -> Config:
     """Return the config with the first server's port, also in the address that the section `client` has.
 

@@ -92,7 +92,7 @@ class EvalSidecar:
             forget_status(self._output_dir, path.stem)  # an earlier run's
             logger.info("starting {} (log: {})", path.stem, self._output_dir / "logs" / f"{path.stem}.log")
         executor = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
-        self._outcome = executor.submit(self._supervisor.run, signals=False)
+        self._outcome = executor.submit(self._supervisor.run)
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -167,8 +168,9 @@ class Supervisor:
         self.failures: list[str] = []  # how the processes ended that made the run fail, and the ends of their logs
         self.restarts: dict[str, int] = {}  # how often each process was started again
 
-    def run(self, signals: bool = True) -> RunOutcome:
-        """Block until the run is over and its processes are stopped. `signals`: handle them (main thread only)."""
+    def run(self) -> RunOutcome:
+        """Block until the run is over and its processes are stopped. In the main thread signals are handled."""
+        signals = threading.current_thread() is threading.main_thread()
         numbers = [signal.SIGINT, signal.SIGTERM] if signals else []
         if signals and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: the terminal may go
             numbers.append(signal.SIGHUP)
