@@ -129,24 +129,6 @@ class BaseConfig(Section):
     def share(table: Any) -> None:
         """Fill settings that several sections have in common into each of them. Raises Problems."""
 
-    @classmethod
-    def from_toml(cls, *paths: str | Path, **values: Any) -> Self:
-        """Return the configuration of TOML files and `values`, which win, nested (`trainer={"optim": {"lr": 1e-5}}`) or
-        by dotted key. Raises ConfigError with every mistake."""
-        from prime_rl.config.loader import resolve  # imports this module
-
-        return resolve(cls, [word for path in paths for word in ("@", str(path))], {}, values)[0]
-
-
-def set_values(value: Any) -> Any:
-    """Return a section as a nested dict of what was set, without defaults other than a `type`."""
-    if isinstance(value, Section):
-        chosen = value.model_fields_set | {"type"}
-        return {name: set_values(item) for name, item in value if name in chosen}
-    if isinstance(value, dict):
-        return {name: set_values(item) for name, item in value.items()}
-    return [set_values(item) for item in value] if isinstance(value, list) else value
-
 
 # Settings: every path below a configuration class
 

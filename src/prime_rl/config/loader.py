@@ -32,7 +32,6 @@ from prime_rl.config.base import (
     has_mark,
     is_index,
     nearest,
-    set_values,
     settings,
 )
 from prime_rl.config.migration import GONE, OLDER, current_file
@@ -115,6 +114,11 @@ def parse(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> Con
     return resolve(cls, argv, env)[0]
 
 
+def from_files(cls: type[Config], *paths: str | Path, **values: Any) -> Config:
+    """Return the configuration of TOML files and of `values`, which win. Raises as `parse`."""
+    return resolve(cls, [word for path in paths for word in ("@", str(path))], {}, values)[0]
+
+
 def resolve(
     cls: type[Config], argv: Sequence[str], env: Mapping[str, str], values: Mapping[str, Any] | None = None
 ) -> tuple[Config, list[str]]:
@@ -123,7 +127,7 @@ def resolve(
     table = _read(cls, argv, env)
     for name, value in (values or {}).items():
         source = Entry(name=f"argument {name}", precedence=len(argv) + 2)  # above all of argv
-        table.add(tuple(name.split(".")), set_values(value), source)
+        table.add(tuple(name.split(".")), value, source)
     # Once without shared settings, for what is unknown or of a wrong type, and once with them.
     for shared in (False, True):
         try:

@@ -1,13 +1,14 @@
 """Settings of `rl`: a whole run, its processes, and what they share."""
 
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, model_validator
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, model_validator
 
-from prime_rl.config.base import Checks, Problem, check, conflict, option, set_values
+from prime_rl.config.base import Checks, Problem, check, conflict, option
 from prime_rl.config.inference import InferenceConfig
+from prime_rl.config.loader import Entry, Table, from_files
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.config.loader import Entry, Table
 from prime_rl.config.share import share
 from prime_rl.config.shared import ClientConfig, Device, ModelConfig, RecoverableRun, SlurmConfig, WandbConfig
 from prime_rl.config.trainer import TrainerConfig, serve_adapters
@@ -44,14 +45,22 @@ class RLConfig(RecoverableRun):
 
     share = staticmethod(share)
 
+    @classmethod
+    def from_toml(cls, *paths: str | Path, **values: Any) -> Self:
+        """Return the run of TOML files and of `values`, which win: nested (`trainer={"optim": {"lr": 1e-5}}`) or by
+        dotted key. Raises ConfigError with every mistake."""
+        return from_files(cls, *paths, **values)
+
     @model_validator(mode="before")
     @classmethod
     def _share(cls, data: Any, info: ValidationInfo) -> Any:
-        """Share settings of a configuration that is made directly as the loader does those that it reads."""
+        """Share settings of a configuration made directly as the loader does, whose context says that it has."""
         if info.context is not None or not isinstance(data, dict):
             return data
+        parts = [name for name, value in data.items() if isinstance(value, BaseModel)]
+        check(conflict(parts, f"settings of {', '.join(parts)} would not be shared: give a dict of them"))
         table = Table()
-        table.add((), set_values(data), Entry())
+        table.add((), data, Entry())
         share(table)
         return table.tree()
 

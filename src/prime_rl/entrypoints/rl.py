@@ -47,6 +47,8 @@ def main() -> None:
             examine(what, arguments)
         except UserError as error:
             log.fail(error)
+        except KeyboardInterrupt:
+            sys.exit(130)
 
 
 def _parity(name: str, config: ParityConfig) -> None:
@@ -100,7 +102,7 @@ def examine(what: str, arguments: list[str]) -> None:
     if what == "chat":
         from prime_rl.entrypoints.chat import chat
 
-        return chat(arguments)
+        return chat(arguments, _EXAMINATIONS[what])
     if len(arguments) != 1 or arguments[0].startswith("-"):
         name = "DIRECTORY" if what == "schema" else "RUN (the run's output directory)"
         raise UserError(f"usage: rl {what} {name}")

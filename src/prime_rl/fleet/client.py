@@ -263,7 +263,7 @@ class InferenceClient:
                 response = await request()
         except httpx.TransportError as error:
             raise ServerError(f"{server} did not answer {method} {path}: {error!r}") from error
-        status, message = response.status_code, _message(response)
+        status, message = response.status_code, error_message(response)
         if status == 401:
             raise UserError(f"{server} refused the key in ${self._config.api_key_var}")
         if status == 404:
@@ -281,7 +281,7 @@ class InferenceClient:
             raise UserError(f"{url} {problem}") from error
 
 
-def _message(response: httpx.Response) -> str:
+def error_message(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

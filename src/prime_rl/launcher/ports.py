@@ -16,15 +16,10 @@ from prime_rl.transport import tenants
 _OPTION = "--inference.server.port"
 _TRIED = 1000  # ports, from the default one on
 # A server claims its port by itself, but seconds after its start, and again after a restart. These claims keep the port
-# from other launchers until this process ends.
+# from other launchers until this process ends, or makes another run.
 _claims = ExitStack()
 
 Config = TypeVar("Config", RLConfig, SFTConfig)
-
-
-def release() -> None:
-    """Give up the claims of runs that have ended, in a process that goes on."""
-    _claims.close()
 
 
 def with_ports(config: Config, client: str, offsets: Sequence[int] = (0,)) -> Config:
@@ -41,6 +36,7 @@ def with_ports(config: Config, client: str, offsets: Sequence[int] = (0,)) -> Co
         known = [urlsplit(url).port for url in tenants.server_urls(config.output_dir)]
         fixed, first = bool(known), next(filter(None, known), first)
     host, refusals, looks = guarded_host(inference), list[UserError](), not (fixed and config.dry_run)
+    _claims.close()
     for port in range(first, first + (1 if fixed else _TRIED)):
         server = inference.server.with_values({"port": port})
         with ExitStack() as claims:
