@@ -42,8 +42,8 @@ CHATML = (
 REPOSITORY = Path(__file__).parent.parent
 # Of the integration tests, those that start real servers.
 WITH_SERVERS = (
-    "test_algorithms", "test_wrong_weights", "test_commands_run", "test_data_parallel", "test_evals", "test_examples",
-    "test_inference", "test_loop", "test_parity", "test_rl",
+    "test_algorithms", "test_api", "test_wrong_weights", "test_commands_run", "test_data_parallel", "test_evals",
+    "test_examples", "test_inference", "test_loop", "test_parity", "test_rl",
 )  # fmt: skip
 
 

@@ -1,0 +1,145 @@
+"""The Python API without servers: configurations from Python, and runs read from their files, whole or not."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from prime_rl import RLConfig, open_run
+from prime_rl.api import _inference_config
+from prime_rl.config import ConfigError, parse, to_toml
+from prime_rl.errors import UserError
+from prime_rl.transport.commit import stage, step_dir
+from prime_rl.transport.rollouts import Sample, write_batch
+from prime_rl.transport.weights import ADAPTER_CONFIG, PublisherAddress, manifest_extra, write_base_version
+from support.committing import commit_weights
+from support.processes import REPOSITORY
+
+TOML = str(REPOSITORY / "examples" / "reverse_text" / "cpu.toml")
+ENVIRONMENT = {"environment": {"id": "reverse-text"}}
+
+
+def test_the_package_is_imported_without_what_it_may_not_need() -> None:
+    """Contract: environment workers import it in a Python of their own."""
+    script = "import sys, prime_rl; print({name.partition('.')[0] for name in sys.modules} & set(sys.argv[1:]))"
+    heavy = ["torch", "vllm", "pyarrow", "pydantic", "httpx", "transformers"]
+    done = subprocess.run([sys.executable, "-c", script, *heavy], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("set()\n", "")
+
+
+def test_a_configuration_from_python_is_that_of_the_command_line() -> None:
+    """Contract: files, then arguments, nested or dotted; settings reach every section, also of a class made directly,
+    and a port that nobody gave is still free to choose."""
+    made = RLConfig.from_toml(TOML, max_steps=4, trainer={"optim": {"lr": 1e-5}}, **{"orchestrator.batch_size": 16})
+    words = ["@", TOML, "--max-steps", "4", "--trainer.optim.lr", "1e-5", "--orchestrator.batch-size", "16"]
+    assert to_toml(made) == to_toml(parse(RLConfig, words, {}))
+    direct = RLConfig(max_steps=3, device="cpu", orchestrator=ENVIRONMENT, inference={})
+    words = [
+        "--max-steps",
+        "3",
+        "--device",
+        "cpu",
+        "--orchestrator.environment.id",
+        "reverse-text",
+        "--inference",
+        "{}",
+    ]
+    for config in (direct, RLConfig.from_toml(max_steps=3, device="cpu", orchestrator=ENVIRONMENT, inference={})):
+        assert to_toml(config) == to_toml(parse(RLConfig, words, {}))
+        assert "port" not in config.inference.server.model_fields_set
+    with pytest.raises(ConfigError, match=r"unknown key trainer.optim.lrr \(argument trainer\); did you mean"):
+        RLConfig.from_toml(TOML, trainer={"optim": {"lrr": 1}})
+    with pytest.raises(ValueError, match="settings of trainer would not be shared: give a dict"):
+        RLConfig(orchestrator=ENVIRONMENT, trainer=made.trainer)
+
+
+def commit_samples(run: Path, step: int, rewards: list[float]) -> None:
+    tokens = {"input_ids": [1, 2], "loss_mask": [False, True], "logprobs": [0.0, -1.0], "advantages": [0.0, 1.0]}
+    rows = [Sample(f"{step}.{n}", "g", "t", "e", [step], **tokens, temperature=1.0, reward=reward)
+            for n, reward in enumerate(rewards)]  # fmt: skip
+    write_batch(run / "rollouts", step, rows)
+
+
+def write_metrics(run: Path, process: str, *rows: dict[str, float]) -> None:
+    path = run / "metrics" / f"{process}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize("place", ["outputs", "outputs/tenants/alice"])
+def test_a_run_is_read_while_it_is_written(tmp_path: Path, place: str) -> None:
+    """Contract: what is committed is seen, and nothing else; a line that was cut short and a directory that is being
+    written are passed over; a step that was pruned is refused with those that are there."""
+    directory = tmp_path / place
+    (directory / "configs").mkdir(parents=True)
+    (directory / "configs" / "trainer.toml").write_text('max_steps = 3\n[model]\nname = "m"\n')
+    run = open_run(directory)
+    assert (run.steps, run.running, run.evals.num_rows) == ([], [], 0)
+    for look, problem in ((run.samples, r"none yet"), (run.metrics, r"no metrics of trainer \(there: none yet\)")):
+        with pytest.raises(UserError, match=problem):
+            look()
+    write_metrics(directory, "trainer", {"step": 0, "loss": 1}, {"step": 1, "loss": 0.5, "entropy": 2.0})
+    write_metrics(directory, "orchestrator", {"step": 0, "eval/e/avg@1": 0.25}, {"step": 0, "reward/mean": 0.5})
+    with (directory / "metrics" / "trainer.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+    for step in (1, 2):
+        commit_samples(directory, step, [0.0, float(step)])
+    (directory / "rollouts" / ".step_3.tmp-abc").mkdir()
+    assert run.config == {"trainer": {"max_steps": 3, "model": {"name": "m"}}}
+    assert run.metrics().to_pydict() == {"step": [0, 1], "loss": [1.0, 0.5], "entropy": [None, 2.0]}
+    assert run.evals.to_pylist() == [{"step": 0, "eval/e/avg@1": 0.25}]
+    assert run.steps == [1, 2]
+    assert run.samples()["reward"].to_pylist() == [0.0, 2.0]
+    assert run.samples(step=1)["sample_id"].to_pylist() == ["1.0", "1.1"]
+    with pytest.raises(UserError, match=r"no samples of step 0 \(there: 1, 2\)"):
+        run.samples(step=0)
+    file = directory / "rollouts" / "step_1" / "samples.arrow"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(UserError, match="samples of step 1: .*bytes, the manifest says"):
+        run.samples(step=1)
+
+
+def test_weights_are_the_newest_with_files(tmp_path: Path, tiny_model: Path) -> None:
+    """Contract: a version in the trainer's memory alone is passed over; the base model stands for version 0; of a
+    deployment the tenants are named."""
+    root = tmp_path / "weights"
+    (tmp_path / "tenants" / "alice").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds no run"):
+        open_run(tmp_path)
+    root.mkdir()
+    with pytest.raises(UserError, match=r"has no weights; those of its tenants are in .*alice"):
+        _ = open_run(tmp_path).weights
+    write_base_version(root, tiny_model)
+    assert open_run(tmp_path).weights == tiny_model.resolve()
+    written = commit_weights(root, 1, lambda path: save_file({}, path / "model.safetensors"))
+    extra = manifest_extra(2, 0, {}, publisher=PublisherAddress("localhost", 1, "t", 1.0))
+    with stage(step_dir(root, 2), step=2, producer="trainer", extra=extra):
+        pass
+    assert open_run(tmp_path).weights == written
+
+
+def test_a_server_is_as_the_one_of_the_run(tmp_path: Path) -> None:
+    """Contract: of a model, and of an adapter beside its base model; a tenant's as that of its deployment. What was for
+    the run alone is left out."""
+    tenant = tmp_path / "run" / "tenants" / "alice"
+    (tmp_path / "run" / "configs").mkdir(parents=True)
+    lines = ('max_model_len = 256', 'replica = 1', '[server]', 'port = 8001', '[model]', 'name = "base"',
+             '[lora]', 'max_rank = 64', '[lora.tenants]', 'slots = 2')  # fmt: skip
+    (tmp_path / "run" / "configs" / "inference.toml").write_text("\n".join(lines))
+    adapter, more = tenant / "weights" / "step_1", {"seed": 5}
+    adapter.mkdir(parents=True)
+    for run in (tmp_path / "run", tenant):
+        config = _inference_config(tmp_path / "model", run, tmp_path / "out", more)
+        assert (config.model.name, config.lora, config.replica) == (str(tmp_path / "model"), None, 0)
+        assert (config.max_model_len, config.seed, config.output_dir) == (256, 5, tmp_path / "out")
+        assert config.server.port != 8001
+    described: dict[str, Any] = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "base"}
+    (adapter / ADAPTER_CONFIG).write_text(json.dumps(described))
+    config = _inference_config(adapter, tenant, tmp_path / "out", more)
+    assert config.lora is not None
+    assert (config.model.name, config.lora.max_rank, config.lora.tenants) == ("base", 8, None)
