@@ -26,6 +26,7 @@ from prime_rl.evals.results import REPORT
 from prime_rl.fleet.client import error_message
 from prime_rl.launcher import launch
 from prime_rl.launcher.plan import ProcessSpec
+from prime_rl.launcher.ports import claimed_ports
 from prime_rl.launcher.supervise import RunOutcome, SupervisedChild, Supervisor
 from prime_rl.monitor import read_metrics, read_status
 from prime_rl.monitor.monitor import metrics_path
@@ -142,7 +143,7 @@ def run(config: RLConfig) -> RunDirectory:
         UserError: it cannot work, which is found before anything starts, or it has failed.
         KeyboardInterrupt: it was interrupted.
     """
-    with user_errors(f"{config.output_dir}", CommitError):
+    with claimed_ports, user_errors(f"{config.output_dir}", CommitError):
         status = launch.run(config)
     if status == RunOutcome.INTERRUPTED.value:
         raise KeyboardInterrupt

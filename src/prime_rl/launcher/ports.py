@@ -16,8 +16,8 @@ from prime_rl.transport import tenants
 _OPTION = "--inference.server.port"
 _TRIED = 1000  # ports, from the default one on
 # A server claims its port by itself, but seconds after its start, and again after a restart. These claims keep the port
-# from other launchers until this process ends, or makes another run.
-_claims = ExitStack()
+# from other launchers until this process ends, or its run does (`prime_rl.run`).
+claimed_ports = ExitStack()
 
 Config = TypeVar("Config", RLConfig, SFTConfig)
 
@@ -36,7 +36,6 @@ def with_ports(config: Config, client: str, offsets: Sequence[int] = (0,)) -> Co
         known = [urlsplit(url).port for url in tenants.server_urls(config.output_dir)]
         fixed, first = bool(known), next(filter(None, known), first)
     host, refusals, looks = guarded_host(inference), list[UserError](), not (fixed and config.dry_run)
-    _claims.close()
     for port in range(first, first + (1 if fixed else _TRIED)):
         server = inference.server.with_values({"port": port})
         with ExitStack() as claims:
@@ -45,7 +44,7 @@ def with_ports(config: Config, client: str, offsets: Sequence[int] = (0,)) -> Co
                     claim_port(host, port + offset, _OPTION).close()
                     claims.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0prime-rl rl: port {port + offset}")
                 if not config.dry_run:
-                    _claims.push(claims.pop_all())
+                    claimed_ports.push(claims.pop_all())
                 return config.with_values({"inference.server": server, f"{client}.base_url": f"{server.url}/v1"})
             except UserError as error:
                 refusals.append(error)

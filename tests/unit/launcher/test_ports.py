@@ -22,7 +22,7 @@ DEPLOYMENT = {"trainer": {"lora": {}, "tenants": {}}}
 @pytest.fixture
 def busy() -> Iterator[int]:
     """A port that another program listens on; what the test claims is released after it."""
-    with ports._claims, socket.create_server(("127.0.0.1", 0)) as listener:
+    with ports.claimed_ports, socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
 
 
