@@ -62,10 +62,7 @@ def test_settings_that_hold_keys_are_marked(cls):
 
 def test_the_key_reaches_those_who_need_it_by_environment():
     """Contract: server and orchestrator get it as a variable, the trainer not; no command line or file holds it."""
-    environments = [TrainingEnv(id="reverse-text")]
-    config = RLConfig(
-        orchestrator=OrchestratorConfig(environments=environments), inference=InferenceConfig(api_key=KEY)
-    )
+    config = RLConfig(orchestrator={"environment": {"id": "reverse-text"}}, inference={"api_key": KEY})
     plan = make_plan(config, HostResources([], 2, {}))
     assert {process.name for process in plan.processes if KEY in process.env.values()} == {"inference", "orchestrator"}
     assert not any(KEY in argument for process in plan.processes for argument in process.argv)
