@@ -13,6 +13,7 @@ from typing import Any
 from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig, loader
 from prime_rl.config.base import Keys, Section, Setting, find, settings
 from prime_rl.config.rl import DeploymentConfig, ParityConfig
+from prime_rl.config.view import ViewConfig
 
 ROOT = Path(__file__).parent.parent
 COMMANDS: dict[str, type[Section]] = {
@@ -22,6 +23,7 @@ COMMANDS: dict[str, type[Section]] = {
     "rl": RLConfig,
     "rl parity": ParityConfig,
     "rl tenants": DeploymentConfig,
+    "rl view": ViewConfig,
     "sft": SFTConfig,
     "eval": EvalConfig,
 }

@@ -17,7 +17,7 @@ from prime_rl.config.trainer import TrainerConfig, serve_adapters
 class RLConfig(RecoverableRun):
     """A whole run: trainer, orchestrator and inference server. Settings given here reach every process that needs them.
     `rl doctor RUN` tells from a run directory who waits for whom and why, `rl audit RUN` what became of every episode,
-    `rl parity` before a run whether server and trainer compute the same"""
+    `rl view RUN` shows it on a web page, `rl parity` before a run whether server and trainer compute the same"""
 
     model: ModelConfig = option(ModelConfig, "The model.")
     device: Device = option("auto", "Where to train and serve (auto: CUDA where there is a GPU).")

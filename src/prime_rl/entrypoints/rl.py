@@ -13,6 +13,7 @@ from prime_rl.config import EvalConfig, RLConfig
 from prime_rl.config.base import BaseConfig
 from prime_rl.config.rl import DeploymentConfig, ParityConfig
 from prime_rl.config.starter import StarterConfig
+from prime_rl.config.view import ViewConfig
 from prime_rl.entrypoints import run_command, show
 from prime_rl.entrypoints.eval import run as evaluate
 from prime_rl.errors import UserError, say, user_errors
@@ -32,6 +33,8 @@ def main() -> None:
     if what == "plan":
         sys.argv[1:] = [*arguments, "--dry-run"]
         return run_command(RLConfig, "rl", _run, "rl plan")
+    if what == "view":
+        sys.argv[2:] = _name_runs(arguments)
     if what in _COMMANDS:
         kind, run = _COMMANDS[what]
         return run_command(kind, sys.argv.pop(1), run, f"rl {what}")
@@ -75,6 +78,21 @@ def _parity(name: str, config: ParityConfig) -> None:
     sys.exit(0 if score(config, directory) else 1)
 
 
+def _name_runs(arguments: list[str]) -> list[str]:
+    """Return the arguments of `rl view` with `--runs` before those that are neither option nor an option's value."""
+    runs, options = list[str](), list[str]()
+    for word, before in zip(arguments, ["", *arguments], strict=False):
+        is_value = before.startswith("-") and "=" not in before and before != "--runs"
+        (options if is_value or word.startswith(("-", "@")) else runs).append(word)
+    return [*(word for word in options if word != "--runs"), *(["--runs", *runs] if runs else [])]
+
+
+def _view(config: ViewConfig) -> None:
+    from prime_rl.view.page_server import view
+
+    view(config.runs or [config.output_dir], config.host, config.port, config.export)
+
+
 def _run(config: RLConfig) -> None:
     from prime_rl.launcher.launch import run  # after --help and bad options have had their answer
 
@@ -93,6 +111,7 @@ _COMMANDS: dict[str, tuple[type[BaseConfig], Callable[[Any], object]]] = {
     "tenants": (DeploymentConfig, _run),
     "eval": (EvalConfig, evaluate),
     "init": (StarterConfig, _write_starter),
+    "view": (ViewConfig, _view),
 }
 
 

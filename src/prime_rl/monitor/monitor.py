@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any, SupportsFloat
 from urllib.parse import urlsplit
 
+import msgspec
 from loguru import logger
 
 from prime_rl.config.shared import WARM_UP, MonitorConfig, WandbConfig
@@ -154,7 +155,7 @@ class Tail:
         rows = []
         for line in self.lines():
             with suppress(ValueError):
-                row = json.loads(line)
+                row = msgspec.json.decode(line)  # five times as fast as `json`
                 if isinstance(row, dict) and "step" in row:
                     rows.append(row)
         return rows

@@ -1,0 +1,129 @@
+"""The page: served on a port of this host, or written into one file."""
+
+import json
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from prime_rl.config.shared import host_in_url
+from prime_rl.errors import UserError, say
+from prime_rl.view.run_files import QUERIES, RunFiles, answer, find_runs
+
+STATIC = Path(__file__).parent / "static"
+PORTS = range(8800, 8900)
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_COOKIE = "prime_rl_view"
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
+    "frame-ancestors 'none'; base-uri 'none'",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_FILE_STEPS, _FILE_ROWS = 3, 8  # of which an exported page has samples
+
+
+def view(paths: Sequence[Path], host: str, port: int | None, export: Path | None) -> None:
+    """Serve the page of the runs at `paths` until interrupted, or write it into the file `export`.
+    Raises UserError: one of them is no run, or the port is taken."""
+    runs = find_runs(paths)
+    if export is not None:
+        size = write_page(runs, export)
+        return say(f"wrote {export} ({size / 2**20:.1f} MiB), which needs no other file")
+    listening, token = listen(host, port), "" if host in _LOOPBACK else secrets.token_urlsafe(24)
+    place = host_in_url(host) if host in _LOOPBACK else socket.gethostname() if host in ("0.0.0.0", "::") else host
+    url = f"http://{place}:{listening.getsockname()[1]}/" + (f"?token={token}" if token else "")
+    say(f"{', '.join(runs.values())}: {url} (Ctrl-C ends)")
+    uvicorn.Server(uvicorn.Config(page_app(paths, token), log_level="warning")).run(sockets=[listening])
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """Listen on `port`, or on the first free one of `PORTS`. Raises UserError: it is taken, or not of this host."""
+    reason = ""
+    for one in PORTS if port is None else [port]:
+        try:
+            return socket.create_server((host, one), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:
+            reason = error.strerror or str(error)
+    shown = f"port {port}" if port is not None else f"ports {PORTS[0]} to {PORTS[-1]}"
+    raise UserError(f"cannot listen on {shown} of {host} ({reason}): give another --port or --host")
+
+
+def page_app(paths: Sequence[Path], token: str = "") -> FastAPI:
+    """Make the app. With a `token` it answers only who has it, first as `?token=…`, then as a cookie. Without one it
+    answers only what is addressed to this host, so that no other site's page can read the runs in a browser."""
+    app, runs = FastAPI(openapi_url=None), dict[Path, RunFiles]()
+
+    @app.middleware("http")
+    async def guard(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
+        shown = request.query_params.get("token", request.cookies.get(_COOKIE, ""))
+        if token and not secrets.compare_digest(shown.encode(), token.encode()):
+            return Response("this page needs the token that `rl view` printed in its address", status_code=403)
+        response = await call(request)
+        response.headers.update(_HEADERS)
+        if token:
+            response.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
+        return response
+
+    if not token:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]"])
+
+    @app.get("/api/runs")
+    def summaries() -> Any:
+        for path, name in find_runs(paths).items():  # tenants may have joined
+            runs.setdefault(path, RunFiles(path, name))
+        return JSONResponse([run.summary() for run in runs.values()])
+
+    @app.get("/api/{query}")
+    def one(query: str, request: Request, run: int = 0) -> Any:
+        try:
+            if not 0 <= run < len(runs):
+                raise UserError(f"there is no run {run}: ask for api/runs first")
+            return JSONResponse(answer(list(runs.values())[run], query, request.query_params))
+        except UserError as error:
+            return JSONResponse({"error": str(error)}, status_code=404)
+
+    app.mount("/", StaticFiles(directory=STATIC, html=True))
+    return app
+
+
+def write_page(runs: dict[Path, str], path: Path) -> int:
+    """Write the page with the data of the runs into one file and return its size. Of rollouts it has some samples of
+    the first, the middle and the last step that are kept. The keys are those of `fromFile` in view.js."""
+    every = [RunFiles(*run) for run in runs.items()]
+    answers: dict[str, Any] = {"runs": [run.summary() for run in every]}
+    for number, run in enumerate(every):
+
+        def add(query: str, number: int = number, run: RunFiles = run, **wanted: int) -> Any:
+            key = "&".join([query, f"run={number}", *(f"{name}={value}" for name, value in wanted.items())])
+            try:
+                answers[key] = answer(run, query, {name: str(value) for name, value in wanted.items()})
+            except UserError as error:
+                answers[key] = {"error": str(error)}
+            return answers[key]
+
+        for query in QUERIES:
+            add(query)
+        answers[f"series&run={number}"] = run.series({"keys": "|".join(answers["runs"][number]["keys"])})
+        steps = answers[f"steps&run={number}"]["steps"]
+        kept = sorted({steps[place * (len(steps) - 1) // (_FILE_STEPS - 1)] for place in range(_FILE_STEPS) if steps})
+        answers[f"steps&run={number}"]["steps"] = kept
+        for page, step in [(add("samples", step=step), step) for step in kept]:
+            page["rows"] = page.get("rows", [])[:_FILE_ROWS]
+            for row in page["rows"]:
+                add("sample", row=row["row"], step=step)
+    html, style, script = ((STATIC / name).read_text() for name in ("index.html", "style.css", "view.js"))
+    data = json.dumps(answers, separators=(",", ":")).replace("<", "\\u003c")
+    html = html.replace('<link rel="stylesheet" href="style.css">', f"<style>{style}</style>")
+    inline = f'<script id="data" type="application/json">{data}</script>\n<script>{script}</script>\n</body>'
+    html = html.replace('<script src="view.js" defer></script>\n', "").replace("</body>", inline)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.write_text(html)

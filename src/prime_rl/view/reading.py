@@ -1,0 +1,182 @@
+"""Samples of a step as text: only the rows that are shown are read, and decoded without torch."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from tokenizers import Tokenizer
+
+from prime_rl.errors import UserError
+from prime_rl.transport.commit import list_steps, step_dir
+from prime_rl.transport.rollouts import FILE, SCHEMA, Sample, open_batch
+
+PAGE = 50  # rows
+_SCALARS = ("sample_id", "group_id", "task_id", "env", "reward", "is_truncated", "policy_versions")
+_STREAMS = ("logprobs", "advantages", "ref_logprobs", "rl_weight", "ce_weight", "ref_kl_weight")
+_PREVIEW = 200  # characters
+_VERSIONS = 20  # that are searched for a tokenizer: those in memory alone have none
+_ROLES = ("system", "developer", "user", "assistant", "tool", "observation")
+# Parts of the special tokens of chat templates: before the name of a role, after it, and after a message.
+_OPENS = ("im_start", "start_header_id", "start_of_turn", "<|start|>", "<|turn>", "start_of_role", "header_start")
+_NAME_ENDS = ("end_header_id", "<|message|>", "end_of_role", "header_end", "im_middle")
+_CLOSES = ("im_end", "eot", "end_of_turn", "<|end|>", "<turn|>", "eom_id", "endoftext", "end_of_text", "</s>", "<eos>")
+
+
+class Decoder:
+    """The tokenizer of a model directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._tokenizer = path, Tokenizer.from_file(str(path))
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special = {number: token.content for number, token in added.items() if token.special}
+
+    def text(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each token. A character that takes several tokens stands at the first of them."""
+        texts: list[str] = self._tokenizer.decode_batch([[one] for one in ids], skip_special_tokens=False)
+        start = None
+        for place, text in enumerate([*texts, ""]):
+            if "\ufffd" in text:
+                start = place if start is None else start
+            elif start is not None:
+                texts[start:place] = [self.text(ids[start:place]), *[""] * (place - start - 1)]
+                start = None
+        return texts
+
+
+def find_decoder(run: Path, model: str) -> Decoder | None:
+    """Return the tokenizer of the newest version, or of the base model; None where neither has one on this host that
+    can be read. Nothing is downloaded."""
+    versions = list_steps(run / "weights")[: -_VERSIONS - 1 : -1]
+    paths = [step_dir(run / "weights", version) / "tokenizer.json" for version in versions]
+    try:
+        cached = try_to_load_from_cache(model, "tokenizer.json")
+    except HFValidationError:  # a directory
+        cached = None
+    for path in [*paths, Path(model) / "tokenizer.json", *([Path(cached)] if isinstance(cached, str) else [])]:
+        if path.is_file() and (decoder := _decoder(path, path.stat().st_mtime_ns)) is not None:
+            return decoder
+    return None
+
+
+@lru_cache(maxsize=8)
+def _decoder(path: Path, modified: int) -> Decoder | None:
+    try:
+        return Decoder(path)
+    except Exception:  # noqa: BLE001  the library raises no narrower kind, whatever is wrong with the file
+        return None
+
+
+def messages(
+    texts: Sequence[str], ids: Sequence[int], mask: Sequence[bool], special: Mapping[int, str]
+) -> list[dict[str, Any]]:
+    """Split a sample's tokens into messages at the special tokens of its chat template; without these where the loss
+    mask begins and ends. `sampled`: the policy wrote some of the message."""
+    split: list[dict[str, Any]] = []
+    role, start, naming = "", 0, False
+
+    def close(end: int) -> None:
+        text = "".join(text for one, text in zip(ids[start:end], texts[start:end], strict=True) if one not in special)
+        if text.strip():
+            sampled = any(mask[start:end])
+            name = role or ("assistant" if sampled else "prompt")
+            split.append({"role": name, "text": text.strip("\n"), "start": start, "end": end, "sampled": sampled})
+
+    for place, token in enumerate(ids):
+        name = special.get(token, "")
+        own_role = next((one for one in _ROLES if one in name.lower()), "")
+        if any(mark in name for mark in _NAME_ENDS) or (naming and "\n" in texts[place]):
+            role, start, naming = "".join(texts[start : place + 1]).replace(name, "").strip() or role, place + 1, False
+        elif own_role or any(mark in name for mark in (*_OPENS, *_CLOSES)):
+            close(place)
+            role, start, naming = own_role, place + 1, any(mark in name for mark in _OPENS)
+        elif not (role or naming) and place > start and mask[place] != mask[place - 1]:
+            close(place)
+            start = place
+    close(len(ids))
+    return split
+
+
+class StepSamples:
+    """The samples of one step: a few columns of all of them, the streams of those that are asked for."""
+
+    def __init__(self, run: Path, step: int) -> None:
+        """Raises UserError: the step is not committed yet, or was removed. Raises CommitError: it is damaged."""
+        directory = step_dir(run / "rollouts", step)
+        if not directory.exists():
+            raise UserError(absence(run, step))
+        self._batch = open_batch(directory, check_bytes=False)
+        options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in _SCALARS])
+        with pa.OSFile(str(directory / FILE)) as file:
+            self._columns: dict[str, list[Any]] = pa.ipc.open_file(file, options=options).read_all().to_pydict()
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return self._columns[name]
+
+    def rows(self, wanted: Mapping[str, str]) -> list[int]:
+        """Return the rows that fit `wanted`: env, group, low and high (of the reward), cut ("1": only those that were
+        cut off), in the order of `sort`: "reward" or "length", with "-" the other way round."""
+        reward = np.array(self["reward"], dtype=float)
+        low, high = (float(wanted.get(name) or sign * np.inf) for name, sign in (("low", -1), ("high", 1)))
+        keep = (reward >= low - 1e-9) & (reward <= high + 1e-9)
+        for name, column in (("env", "env"), ("group", "group_id")):
+            if value := wanted.get(name):
+                keep &= np.array([one == value for one in self[column]], dtype=bool)
+        if wanted.get("cut"):
+            keep &= np.array(self["is_truncated"], dtype=bool)
+        rows, sort = np.flatnonzero(keep), wanted.get("sort") or ""
+        if sort:
+            values = self._batch.lengths if sort.endswith("length") else reward
+            rows = rows[np.argsort(values[rows] * (-1 if sort.startswith("-") else 1), kind="stable")]
+        return [int(row) for row in rows]
+
+    def lines(self, rows: Sequence[int], decoder: Decoder | None) -> list[dict[str, Any]]:
+        """Return what a list shows of samples."""
+        lines = []
+        for row, sample in zip(rows, self._batch.rows(rows), strict=True):
+            reply = np.asarray(sample.input_ids)[np.asarray(sample.loss_mask)]
+            text = decoder.text(reply[:_PREVIEW].tolist())[:_PREVIEW] if decoder is not None else ""
+            lines.append(self._facts(row, sample) | {"sampled": len(reply), "preview": text})
+        return lines
+
+    def sample(self, row: int, decoder: Decoder | None) -> dict[str, Any]:
+        """Return all of one sample, with one entry a token in each stream."""
+        if not 0 <= row < len(self["env"]):
+            raise UserError(f"step {self._batch.step} has {len(self['env'])} samples: there is no row {row}")
+        sample = self._batch.rows([row])[0]
+        ids, mask = np.asarray(sample.input_ids).tolist(), np.asarray(sample.loss_mask).tolist()
+        texts = [f"{one} " for one in ids] if decoder is None else decoder.texts(ids)
+        streams = {name: np.asarray(stream) for name in _STREAMS if (stream := getattr(sample, name)) is not None}
+        if "ref_logprobs" in streams:
+            streams["mismatch"] = np.where(mask, streams["ref_logprobs"] - streams["logprobs"], 0.0)
+        return self._facts(row, sample) | {
+            "step": self._batch.step,
+            "temperature": round(float(sample.temperature), 4),
+            "ids": ids,
+            "texts": texts,
+            "mask": [int(one) for one in mask],
+            "streams": {name: [float(f"{value:.4g}") for value in stream] for name, stream in streams.items()},
+            "messages": messages(texts, ids, mask, {} if decoder is None else decoder.special),
+            "tokenizer": None if decoder is None else str(decoder.path),
+        }
+
+    def _facts(self, row: int, sample: Sample) -> dict[str, Any]:
+        advantages = np.asarray(sample.advantages)[np.asarray(sample.loss_mask)]
+        facts = {name: self[name][row] for name in _SCALARS}
+        return facts | {"row": row, "advantage": float(f"{advantages.sum() / max(len(advantages), 1):.6g}")}
+
+
+def absence(run: Path, step: int) -> str:
+    """Say why there are no samples of a step."""
+    steps = list_steps(run / "rollouts")
+    if not steps:
+        return "no samples are kept here: none are committed yet, or all were removed"
+    why = "is not committed yet" if step > steps[-1] else "was removed"
+    return f"step {step} {why}: samples are kept of {len(steps)} steps, {steps[0]} to {steps[-1]}"

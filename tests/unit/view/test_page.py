@@ -1,0 +1,108 @@
+"""The page as it is served and as one file: who is answered, which runs are found, what it is made of."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from prime_rl.entrypoints.rl import _name_runs
+from prime_rl.errors import UserError
+from prime_rl.view.page_server import STATIC, listen, page_app, write_page
+from prime_rl.view.run_files import find_runs
+from support.viewing import make_run
+
+
+def test_only_who_has_the_token(tmp_path: Path) -> None:
+    """Contract: no file and no answer without the token; with it a cookie that scripts cannot read."""
+    client = TestClient(page_app([make_run(tmp_path / "run")], "secret"))
+    for path in ("/", "/view.js", "/api/runs", "/?token=", "/?token=secre", "/?token=sécret"):
+        assert client.get(path).status_code == 403
+    shown = client.get("/?token=secret")
+    assert (shown.status_code, "httponly" in shown.headers["set-cookie"].lower()) == (200, True)
+    assert client.get("/api/runs").status_code == 200  # by the cookie
+
+
+def test_other_sites_are_refused(tmp_path: Path) -> None:
+    """Contract: on loopback a name that leads here is not enough: another site's page cannot read the runs."""
+    app = page_app([make_run(tmp_path / "run")])
+    assert TestClient(app, base_url="http://evil.example:8800").get("/api/runs").status_code == 400
+    client = TestClient(app, base_url="http://localhost:8800")
+    page = client.get("/")
+    assert (page.status_code, "default-src 'self'" in page.headers["content-security-policy"]) == (200, True)
+    assert client.get("/api/runs").json()[0]["last_step"] == 3
+    assert client.get("/api/samples?step=0").json() == {
+        "error": "step 0 was removed: samples are kept of 2 steps, 2 to 3"
+    }
+    for path in ("/api/_tables", "/api/series?run=7", "/api/samples?step=x", "/../run_files.py"):
+        assert client.get(path).status_code == 404
+
+
+def test_the_page_needs_nobody_else() -> None:
+    """Contract: no address of another host, and nothing of a run is parsed as HTML."""
+    for path in STATIC.iterdir():
+        text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?://|//cdn|innerHTML|insertAdjacentHTML|document\.write|eval\(", text), path
+
+
+def test_one_file(tmp_path: Path) -> None:
+    """Contract: an exported page holds style, script and data, and a reply cannot end the data."""
+    path = tmp_path / "page.html"
+    run = make_run(tmp_path / "run")
+    (run / "logs" / "trainer.log").write_text("2026-11-30 10:00:00 ERROR </script><script>alert(1)</script>\n")
+    assert write_page(find_runs([run]), path) > 10_000
+    text = path.read_text()
+    assert not re.search(r'(src|href)="(?!data:)', text)
+    assert "<script>alert" not in text
+    data = json.loads(text.split('<script id="data" type="application/json">')[1].split("</script>")[0])
+    assert "</script><script>alert(1)</script>" in [event["text"] for event in data["events&run=0"]]
+    assert len(data["samples&run=0&step=3"]["rows"]) == 8
+    assert "messages" in data["sample&run=0&row=0&step=2"]
+
+
+def test_which_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: a deployment's tenants are runs; what is none is one line that names those near it."""
+    monkeypatch.chdir(tmp_path)
+    one, other = make_run(tmp_path / "outputs" / "one"), make_run(tmp_path / "deployment" / "tenants" / "alice")
+    assert list(find_runs([one, tmp_path / "deployment"]).values()) == ["one", "alice"]
+    make_run(tmp_path / "later" / "one")
+    assert list(find_runs([one, other, tmp_path / "later" / "one"]).values())[::2] == ["outputs/one", "later/one"]
+    with pytest.raises(UserError, match=r"there is no directory outputs/on: .*; near it: outputs/one"):
+        find_runs([Path("outputs/on")])
+    with pytest.raises(UserError, match=r"outputs is no run directory: .*; near it: outputs/one"):
+        find_runs([Path("outputs")])
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ("a b", "--runs a b"),
+        ("--export p.html a", "--export p.html --runs a"),
+        ("a --port 9 b", "--port 9 --runs a b"),
+        ("--port=9 a", "--port=9 --runs a"),
+        ("--runs a b", "--runs a b"),
+        ("--help", "--help"),
+        ("", ""),
+    ],
+)
+def test_runs_are_named_without_an_option(given: str, arguments: str) -> None:
+    """Contract: `rl view RUN --port N` and any other order."""
+    assert _name_runs(given.split()) == arguments.split()
+
+
+def test_ports() -> None:
+    """Contract: without a port the next free one; one that is taken is a line."""
+    with listen("127.0.0.1", None) as first, listen("127.0.0.1", None) as second:
+        taken = first.getsockname()[1]
+        assert second.getsockname()[1] > taken >= 8800
+        with pytest.raises(UserError, match=f"cannot listen on port {taken} of 127.0.0.1"):
+            listen("127.0.0.1", taken)
+
+
+def test_it_starts_without_torch() -> None:
+    """Contract: neither torch nor vLLM is imported: the page opens at once, also beside a busy GPU."""
+    code = "import sys, prime_rl.view.page_server; print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
