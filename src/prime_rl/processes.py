@@ -23,6 +23,7 @@ from typing import IO, NamedTuple
 from prime_rl.wait import WaitTimeout, wait
 
 DEATH_SECONDS = 30.0  # from SIGKILL to the end
+ECHO_SECONDS = 2.0  # within which SIGINT and SIGTERM are one request to stop: SLURM and wrappers send to each process
 ENV = "PRIMERL_LAUNCHER"  # "pid:start time" of the process to watch
 _MARK = "PRIMERL_TREE_"
 _LOOK_SECONDS = 0.5

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from conftest import make_tiny_model
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics, read_status
 from prime_rl.monitor.monitor import metrics_path
+from prime_rl.processes import ECHO_SECONDS
 from prime_rl.trainer.parallel import init_world
 from prime_rl.transport.commit import list_steps, verify
 from prime_rl.transport.weights import verify_weights, weights_manifest
@@ -137,6 +139,7 @@ def test_second_signal(tied_model, tmp_path):
         until(lambda: read_status(tmp_path)["trainer"].phase == "training", "training")
         command.process.send_signal(signal.SIGINT)
         until(lambda: "asked to stop" in command.tail(), "the first signal's answer")
+        time.sleep(ECHO_SECONDS)
         command.process.send_signal(signal.SIGINT)
         assert command.wait(SECONDS) == 130
     assert list_steps(tmp_path / "weights") == [0]

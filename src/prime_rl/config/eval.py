@@ -15,6 +15,7 @@ from prime_rl.config.shared import (
     ModelConfig,
     MonitorConfig,
     SamplingConfig,
+    SlurmConfig,
 )
 
 
@@ -61,6 +62,7 @@ class EvalConfig(BaseConfig, Measure):
     max_error_rate: Fraction = option(0.1, "Share of failed attempts beyond which the exit status is 1.")
     clean: bool = option(False, "Remove earlier results rather than go on with them.", mark="one_time")
     monitor: MonitorConfig = option(MonitorConfig, "Where metrics go, beside metrics/*.jsonl.")
+    slurm: SlurmConfig | None = option(None, "Submit it as a SLURM job (None: run here).", mark="one_time")
 
     def checks(self) -> Checks:
         without, client, chat = self.weights_dir is None, self.client, self.client.type == "chat"

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from prime_rl.config.base import BaseConfig, Checks, Problem, Section, conflict, option
-from prime_rl.config.shared import Device, ModelConfig, TenantsConfig, host_in_url
+from prime_rl.config.shared import Device, ModelConfig, SlurmConfig, TenantsConfig, host_in_url
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -113,3 +113,11 @@ class InferenceConfig(BaseConfig):
             elif not 0 < (start or 0) <= size - (local or 0):
                 rest = f"replicas 1 to {size - 1} are for headless nodes"
                 yield Problem(f"<data_parallel_start_rank> {start} with {some}: {rest}")
+
+
+class InferenceCommandConfig(InferenceConfig):
+    """The inference server: vLLM's OpenAI server plus the weight routes."""
+
+    slurm: SlurmConfig | None = option(
+        None, "Serve in a SLURM job, by each of its nodes (None: here).", mark="one_time"
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 from prime_rl.config.base import BaseConfig
 from prime_rl.config.eval import EvalConfig
-from prime_rl.config.inference import InferenceConfig
+from prime_rl.config.inference import InferenceCommandConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.rl import DeploymentConfig, RLConfig
 from prime_rl.config.sft import SFTConfig
@@ -17,7 +17,7 @@ CONFIGS: dict[str, type[BaseConfig]] = {
     "tenants": DeploymentConfig,
     "trainer": TrainerConfig,
     "orchestrator": OrchestratorConfig,
-    "inference": InferenceConfig,
+    "inference": InferenceCommandConfig,
     "sft": SFTConfig,
     "eval": EvalConfig,
 }

@@ -8,7 +8,7 @@ from prime_rl.config.base import Checks, Section, conflict, option
 from prime_rl.config.eval import Measure
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.share import share_eval_server
-from prime_rl.config.shared import Length
+from prime_rl.config.shared import Length, SlurmConfig
 from prime_rl.config.trainer import ExportConfig, TrainingConfig, serve_adapters
 
 
@@ -65,6 +65,7 @@ class SFTConfig(TrainingConfig):
     weights: ExportConfig = option(ExportConfig, "The exported weights.")
     eval: SFTEval | None = option(None, "Evaluation while training.")
     inference: InferenceConfig | None = option(None, "The server for evaluations (None: one that runs already).")
+    slurm: SlurmConfig | None = option(None, "Submit it as a SLURM job (None: run here).", mark="one_time")
 
     share = staticmethod(share_eval_server)
 

@@ -48,14 +48,22 @@ class WandbConfig(Section):
 
 
 class SlurmConfig(Section):
-    """A job of SLURM: `rl` submits a batch script that makes the run, on a file system that all nodes see."""
+    """A job of SLURM: the command submits a batch script that does its work, on a file system that all nodes see."""
 
     nodes: PositiveInt = option(1, "Nodes of the job.")
-    inference_nodes: PositiveInt = option(1, "Of several nodes, those that serve; the others train.")
-    gpus_per_node: PositiveInt = option(8, "GPUs of each node.")
+    inference_nodes: PositiveInt = option(1, "Of several nodes of `rl`, those that serve; the others train.")
+    gpus_per_node: PositiveInt = option(8, "GPUs of each node (not used with device = cpu).")
+    exclusive: bool = option(True, "Take whole nodes, with all their cores and memory (false: see `options`).")
     partition: str | None = option(None, "Partition (None: the cluster's default).")
     account: str | None = option(None, "Account that the job is charged to (None: the user's default).")
     time: str | None = option(None, "Time limit, such as 12:00:00 (None: the partition's).")
+    options: list[str] = option(list, "More options of sbatch, such as --qos=high or --cpus-per-task=16.")
+    save_seconds: PositiveInt = option(600, "Seconds before the time limit at which the run is asked to save and end.")
+    requeue: bool = option(True, "Queue the job again, to recover, after a lost node, or where it ended on its way.")
+    sweep: dict[str, list[Any]] = option(
+        dict, "Values by option, such as trainer.optim.lr: a job for each combination."
+    )
+    template: Path | None = option(None, "Jinja2 template of the batch script (None: prime_rl/launcher/slurm.sh.j2).")
 
 
 class TenantsConfig(Section):

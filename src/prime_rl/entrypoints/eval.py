@@ -8,6 +8,7 @@ from prime_rl.config import EvalConfig, write_toml
 from prime_rl.entrypoints import run_command, show
 from prime_rl.errors import UserError
 from prime_rl.inference.checks import local_model
+from prime_rl.launcher import slurm
 from prime_rl.launcher.preflight import check_environment, check_key
 from prime_rl.monitor import log
 
@@ -28,6 +29,8 @@ def run(config: EvalConfig) -> None:
     check_versions(config)
     for env in config.environments:
         check_environment(env)
+    if config.slurm is not None:
+        return slurm.submit(config, "eval")
     if config.dry_run:
         names = ", ".join(env.name for env in config.environments)
         of = "" if config.weights_dir is None else f", versions of {config.weights_dir}"

@@ -7,6 +7,7 @@ from loguru import logger
 from prime_rl.config import SFTConfig
 from prime_rl.entrypoints import begin, rank_of, run_command
 from prime_rl.importing import quick_imports
+from prime_rl.launcher import slurm
 from prime_rl.launcher.preflight import check_dataset, check_environment, check_lora, check_model, state_memory
 from prime_rl.transport.commit import disk_errors
 
@@ -24,6 +25,8 @@ def run(config: SFTConfig) -> None:
         check_environment(environment)
     if config.data.fake is None:
         check_dataset(config.data.name)
+    if config.slurm is not None:
+        return slurm.submit(config, "sft")
     from prime_rl.launcher.ports import with_ports
     from prime_rl.launcher.sidecar import EvalSidecar
 

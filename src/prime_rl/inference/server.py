@@ -282,6 +282,6 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
         os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, compat.PLUGIN]))
     paths = {name: getattr(config, name) for name in ("output_dir", "weights_root")}
     absolute = {name: path and path.expanduser().resolve() for name, path in paths.items()}
-    os.environ[_CONFIG] = config.model_copy(update={**absolute, "api_key": None}).model_dump_json()
+    os.environ[_CONFIG] = config.model_copy(update={**absolute, "api_key": None}).model_dump_json(exclude={"slurm"})
     if config.api_key:
         os.environ["VLLM_API_KEY"] = config.api_key  # not on a command line, where every user of the machine reads it

@@ -41,7 +41,8 @@ def run(config: RLConfig) -> int:
     if config.slurm is not None:
         if not config.dry_run:
             _check_directory(config)
-        return slurm.submit(config)
+        slurm.submit(config, "rl")
+        return RunOutcome.SUCCESS.value
     host = HostResources.of_this_host(config.inference)
     plan = make_plan(config, host)
     settle = partial(with_ports, config, "orchestrator.client", lay_out(config, host).ports)

@@ -1,66 +1,40 @@
-"""`rl --slurm.nodes N`: write a batch script that makes the run on the nodes of one SLURM job, and submit it."""
+"""`--slurm.nodes N`: render the batch script that does a command's work as a job of SLURM, and submit it."""
 
+import itertools
 import shlex
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from prime_rl.config import RLConfig, write_toml
+import jinja2
+
+from prime_rl.config import EvalConfig, InferenceConfig, RLConfig, SFTConfig, write_toml
 from prime_rl.config.base import BaseConfig
+from prime_rl.config.inference import InferenceCommandConfig
+from prime_rl.config.loader import ConfigError, parse
 from prime_rl.errors import UserError
-from prime_rl.launcher.plan import config_path
+from prime_rl.launcher.plan import gpus_of_a_server
 
-_RENDEZVOUS_PORT = 29500
-
-_HEAD = """\
-#!/usr/bin/env bash
-#SBATCH --job-name=prime-rl
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node={gpus}
-#SBATCH --output={logs}/slurm-%j.log
-{more}set -euo pipefail
-cd {cwd}
-"""
-
-# Servers run until trainer and orchestrator have ended well, or a step has failed: the trap ends what is left.
-_SEVERAL_NODES = """\
-nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
-servers=("${{nodes[@]:0:{inference_nodes}}}")
-trainers=("${{nodes[@]:{inference_nodes}}}")
-comma() {{ local IFS=,; echo "$*"; }}
-export VLLM_API_KEY="${{VLLM_API_KEY:-$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \\n')}}"
-export {key_variable}="$VLLM_API_KEY"
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-{serve}srun --nodes={trainer_nodes} --ntasks={trainer_nodes} --nodelist="$(comma "${{trainers[@]}}")" \\
-  --kill-on-bad-exit=1 uv run torchrun --nnodes={trainer_nodes} --nproc-per-node={gpus} --rdzv-backend=c10d \\
-  --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="${{trainers[0]}}:{port}" -m prime_rl.trainer.rl.train @ {trainer}{flags} &
-srun --nodes=1 --ntasks=1 --overlap --gpus=0 --nodelist="${{trainers[0]}}" \\
-  uv run orchestrator @ {orchestrator}{flags}{address} &
-jobs=2
-while ((jobs)); do
-  wait -n -p ended
-  if [[ " ${{served:-}} " == *" $ended "* ]]; then echo "error: the inference servers have ended" >&2; exit 1; fi
-  jobs=$((jobs - 1))
-done
-"""
-
-_SERVE = """\
-srun --nodes={inference_nodes} --ntasks={inference_nodes} --nodelist="$(comma "${{servers[@]}}")" \\
-  --kill-on-bad-exit=1 bash -c 'exec uv run inference @ {inference} --server.host 0.0.0.0 --replica "$SLURM_PROCID"' &
-served=$!
-"""
+TEMPLATE = Path(__file__).with_name("slurm.sh.j2")
+SlurmRun = RLConfig | SFTConfig | EvalConfig | InferenceCommandConfig
 
 
-def submit(config: RLConfig) -> int:
+def submit(config: SlurmRun, command: str) -> None:
     """Write the configs and the script, and hand it to `sbatch`; with `dry_run` print the script instead.
     Raises UserError: the nodes cannot be laid out, or `sbatch` is missing or refuses the script."""
-    text, sections = render(config)
-    for path, section in sections.items():
-        write_toml(section, path)
+    place = Path("configs") / ("slurm-dry-run" if config.dry_run else "slurm")
+    base = config.output_dir / place / f"{command}.toml"
+    write_toml(config, base)
+    runs = variants(config, base) or [config]
+    sections = [_sections(run, command) for run in runs]
+    for run, parts in zip(runs, sections, strict=True):
+        for name, section in parts.items():
+            write_toml(section, run.output_dir / place / f"{name}.toml")
+    files = {name: f'"$RUN_DIR/{place}/{name}.toml"' for name in sections[0]}
+    text = render(config, command, files, [run.output_dir for run in runs])
     if config.dry_run:
-        print(text, end="")
-        return 0
-    script = config.output_dir / "configs" / "rl.sbatch"
+        return print(text, end="")
+    script = base.with_suffix(".sbatch")
     (config.output_dir / "logs").mkdir(parents=True, exist_ok=True)  # SLURM does not make it
     script.write_text(text)
     try:
@@ -71,48 +45,70 @@ def submit(config: RLConfig) -> int:
         raise UserError(f"sbatch did not answer within 60 s: submit {script} again") from None
     if done.returncode:
         raise UserError(f"sbatch refused {script}: {done.stderr.strip()}")
-    print(done.stdout.strip())
-    return 0
+    print(f"{done.stdout.strip()} ({script})")
 
 
-def render(config: RLConfig) -> tuple[str, dict[Path, BaseConfig]]:
-    """Return the batch script of a run, and the configuration files that it names.
-    Raises UserError: the nodes cannot be laid out.
+def variants(config: SlurmRun, base: Path) -> list[SlurmRun]:
+    """Return the runs of `slurm.sweep`, each in a directory of its own that is named after its values; none without.
+    Raises UserError: one of them is no valid configuration. `base` is the written `config`."""
+    assert config.slurm is not None
+    sweep, made = config.slurm.sweep, list[SlurmRun]()
+    for values in itertools.product(*sweep.values()) if sweep else ():
+        words = [f"{key}={value}" for key, value in zip(sweep, values, strict=True)]
+        directory = config.output_dir / ",".join(words).replace("/", "_")
+        try:
+            run = parse(
+                type(config), ["@", str(base), *(f"--{word}" for word in words), f"--output-dir={directory}"], {}
+            )
+        except ConfigError as error:
+            raise UserError(f"slurm.sweep, {', '.join(words)}: {'; '.join(error.problems)}") from None
+        made.append(run.model_copy(update={"slurm": config.slurm}))
+    return made
 
-    On one node the job is `rl` itself. On several the first `slurm.inference_nodes` serve, one server a node that fills
-    its GPUs by data parallelism; the others train, and the orchestrator runs beside rank 0. Nothing is restarted there:
-    requeue the job with `--recover`.
+
+def _sections(config: SlurmRun, command: str) -> dict[str, BaseConfig]:
+    """Return the configuration of each process that the script starts, by name."""
+    assert config.slurm is not None
+    if not isinstance(config, RLConfig) or config.slurm.nodes == 1:
+        return {command: config}
+    parts = {"trainer": config.trainer, "orchestrator": config.orchestrator, "inference": config.inference}
+    return {name: section for name, section in parts.items() if section is not None}
+
+
+def render(config: SlurmRun, command: str, files: Mapping[str, str], runs: Sequence[Path]) -> str:
+    """Return the batch script. `files` are the processes' configurations as words of the shell, in which RUN_DIR is the
+    output directory of the run, one of `runs`. Raises UserError: the nodes cannot be laid out, or the template fails.
+
+    On one node the job of `rl` is the command itself. On several the first `slurm.inference_nodes` serve, one server a
+    node that fills its GPUs by data parallelism; the others train, and the orchestrator runs beside rank 0.
     """
-    slurm, inference = config.slurm, config.inference
+    slurm = config.slurm
     assert slurm is not None
-    sections: dict[str, BaseConfig] = {"rl": config}
-    values = {"cwd": shlex.quote(str(Path.cwd())), "port": _RENDEZVOUS_PORT, "gpus": slurm.gpus_per_node}
-    wishes = {name: getattr(slurm, name) for name in ("partition", "account", "time")}
-    more = "".join(f"#SBATCH --{name}={value}\n" for name, value in wishes.items() if value)
-    head = _HEAD.format(nodes=slurm.nodes, logs=(config.output_dir / "logs").absolute(), more=more, **values)
-    flags = "".join(f" --{name}" for name in ("clean", "recover") if getattr(config, name))
-    if slurm.nodes == 1:
-        path = config_path(config, "rl")
-        return f"{head}exec uv run rl @ {shlex.quote(str(path))}{flags}\n", {path: config}
-    sections |= {"trainer": config.trainer, "orchestrator": config.orchestrator}
-    inference_nodes = 0 if inference is None else slurm.inference_nodes
-    trainer_nodes = slurm.nodes - inference_nodes
-    if trainer_nodes < 1:
-        raise UserError(f"slurm.inference_nodes {inference_nodes} leaves none of {slurm.nodes} nodes to train on")
-    serve = address = ""
-    if inference is not None:
-        size = inference.tensor_parallel_size * inference.pipeline_parallel_size
-        if slurm.gpus_per_node % size:
-            raise UserError(f"slurm.gpus_per_node {slurm.gpus_per_node} is no multiple of the {size} GPUs of a replica")
-        parallel = {"data_parallel_size": slurm.gpus_per_node // size, "api_key": None}
-        weights_root = inference.weights_root or config.output_dir / "weights"
-        sections["inference"] = inference.model_copy(update={**parallel, "weights_root": weights_root})
-        served = shlex.quote(str(config_path(config, "inference")))
-        serve = _SERVE.format(inference_nodes=inference_nodes, inference=served)
-        address = f' --client.base-url $(printf "http://%s:{inference.server.port} " "${{servers[@]}}")'
-    paths = {name: config_path(config, name) for name in sections}
-    values |= {"inference_nodes": inference_nodes, "trainer_nodes": trainer_nodes}
-    values |= {"key_variable": config.orchestrator.client.api_key_var, "serve": serve, "address": address}
-    values |= {name: shlex.quote(str(paths[name])) for name in ("trainer", "orchestrator")}
-    script = _SEVERAL_NODES.format(flags=flags, **values)
-    return head + script, {paths[name]: section for name, section in sections.items()}
+    inference = config if isinstance(config, InferenceConfig) else getattr(config, "inference", None)
+    devices = [getattr(part, "device", "cpu") for part in (config, inference) if part is not None]
+    gpus = 0 if {*devices} == {"cpu"} else slurm.gpus_per_node
+    values = {"command": command, "slurm": slurm, "gpus": gpus, "files": files, "runs": [str(run) for run in runs]}
+    values |= {"logs": config.output_dir / "logs", "port": inference.server.port if inference else None}
+    values["flags"] = " ".join(f"--{name}" for name in ("clean", "recover") if getattr(config, name, False))
+    if isinstance(config, RLConfig) and slurm.nodes > 1:
+        served = 0 if inference is None else slurm.inference_nodes
+        if slurm.nodes - served < 1:
+            raise UserError(f"slurm.inference_nodes {served} leaves none of {slurm.nodes} nodes to train on")
+        size = 1 if inference is None else inference.tensor_parallel_size * inference.pipeline_parallel_size
+        if gpus % size:
+            raise UserError(f"slurm.gpus_per_node {gpus} is no multiple of the {size} GPUs of a replica")
+        values |= {"inference_nodes": served, "trainer_nodes": slurm.nodes - served}
+        values |= {"ranks": gpus or config.trainer_ranks or 1, "data_parallel_size": gpus // size or 1}
+        values |= {"weights_root": inference is not None and inference.weights_root is None}
+        values |= {"recovery_interval": config.trainer.recovery_interval or config.recovery_interval}
+        values |= {"api_key_var": config.orchestrator.client.api_key_var}
+    elif isinstance(config, SFTConfig):
+        values["ranks"] = max(1, gpus - (gpus_of_a_server(inference) if inference else 0))
+    path = slurm.template or TEMPLATE
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.comment_start_string = "{%#"  # `{#` is of bash: ${#array[@]}
+    environment.filters["quote"] = shlex.quote
+    try:
+        return environment.from_string(path.read_text()).render(values) + "\n"
+    except (OSError, jinja2.TemplateError) as error:
+        raise UserError(f"slurm.template {path}: {error}") from error

@@ -7,6 +7,7 @@ the run directory (`checkpoint.py`, `ledger.restore`).
 
 import asyncio
 import gc
+import math
 import signal
 import time
 from collections import Counter, deque
@@ -42,6 +43,7 @@ from prime_rl.orchestrator.samples import Admission, ScoredBatch, filter_reason,
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Group, Limits, Scheduler, Start, Task
 from prime_rl.orchestrator.tasks import Pools, request_seed, task_stream
 from prime_rl.orchestrator.teachers import Teachers
+from prime_rl.processes import ECHO_SECONDS
 from prime_rl.transport import checkpoints, tenants
 from prime_rl.transport.commit import CommitError, clean_stages
 from prime_rl.transport.rollouts import write_batch
@@ -480,8 +482,13 @@ async def orchestrate(config: "OrchestratorConfig") -> None:
             stack.callback(monitor.close)
             stack.callback(asyncio.create_task(collect_periodically(), name="garbage collector").cancel)
             orchestrator: Orchestrator | None = None
+            asked_at = -math.inf
 
             def on_signal() -> None:
+                nonlocal asked_at
+                if time.monotonic() - asked_at < ECHO_SECONDS:
+                    return
+                asked_at = time.monotonic()
                 if orchestrator is None or orchestrator.stopping or not orchestrator.started:
                     current.cancel()
                     return

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log
 from prime_rl.monitor.status import status_path
 from prime_rl.monitor.terminal import LiveRegion
+from prime_rl.processes import ECHO_SECONDS
 from prime_rl.trainer.lm_head import MAXIMA
 from prime_rl.trainer.parallel import Moment, ToHost, World, now, seconds
 from prime_rl.transport.commit import disk_errors, list_steps, step_dir
@@ -27,14 +29,16 @@ from prime_rl.transport.weights import weights_manifest
 
 def stop_signal() -> Callable[[], bool]:
     """Listen to SIGINT and SIGTERM from now on; return what says whether one has come."""
-    received: list[int] = []
+    received: list[float] = []
     clear = b"\r\x1b[K" if os.isatty(2) else b""  # the row of a `LiveRegion`
 
     def receive(number: int, frame: FrameType | None) -> None:
+        if received and time.monotonic() - received[0] < ECHO_SECONDS:
+            return
         if received:
             os.write(2, clear)
             os._exit(130)
-        received.append(number)
+        received.append(time.monotonic())
         # Not by the logger, which this signal may have interrupted.
         os.write(2, clear + b"asked to stop: finishing the current step (again: stop now)\n")
 
