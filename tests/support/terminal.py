@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import struct
 import subprocess
 import sys
@@ -73,7 +74,7 @@ class Terminal:
             env={**variables, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **environ},
         )  # fmt: skip
         os.close(theirs)
-        self._bytes = b""
+        self._bytes, self._closed = b"", threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -81,12 +82,18 @@ class Terminal:
         fcntl.ioctl(self._own, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def _read(self) -> None:
-        while True:
-            try:
-                data = os.read(self._own, 1 << 16)
-            except OSError:  # EIO: nobody has it open any more
-                return
-            self._bytes += data
+        while not self._closed.is_set():
+            if select.select([self._own], [], [], 0.05)[0]:
+                try:
+                    self._bytes += os.read(self._own, 1 << 16)
+                except OSError:  # EIO: nobody has it open any more
+                    return
+
+    def hang_up(self) -> None:
+        """Close the terminal, whether the program has ended or not."""
+        self._closed.set()
+        self._reader.join(10)
+        os.close(self._own)
 
     @property
     def text(self) -> str:
@@ -104,7 +111,7 @@ class Terminal:
         finally:
             self.popen.kill()
             self._reader.join(10)
-            os.close(self._own)
+            self.hang_up()
         return self.text
 
 

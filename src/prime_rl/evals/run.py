@@ -81,7 +81,8 @@ async def _run_evals(config: EvalConfig, status: Status) -> list[EvalResults]:
         await pool.close()
         monitor.close()
         if run.results or run.skipped:
-            print(report_table(write_report(run.results, run.skipped, config)))
+            path = write_report(run.results, run.skipped, config)
+            print(report_table(path), f"report  {path}", sep="\n")
     run.check()
     return run.results
 

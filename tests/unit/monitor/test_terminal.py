@@ -1,5 +1,8 @@
 """What rows of a terminal are made of, and that they leave the lines above them as they are."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from prime_rl.monitor.terminal import minutes, progress, remaining, sparkline
@@ -51,13 +54,15 @@ def step(region, number):
 with LiveRegion() as region:
     step(region, 1)
     step(region, 2)
-    if how == "resize":
-        print("resize me", flush=True)
-        while os.get_terminal_size().columns != 40:
+    if how in ("resize", "close"):
+        print("change me", flush=True)
+        while sys.stdout.isatty() and os.get_terminal_size().columns != 40:
             time.sleep(0.01)
     step(region, 3)
     if how == "raise":
         1 / 0
+    region._drawn = -1.0
+    region.draw_progress(1, 4, "steps", lambda: ", loss 0.5")
 print("after")
 """
 
@@ -69,7 +74,7 @@ def test_lines_are_whole_and_rows_are_removed(how: str) -> None:
     terminal = Terminal(python(PROGRAM, how), columns=60)
     screen, before = Screen(60), ""
     if how == "resize":
-        until(lambda: "resize me\r\n" in terminal.text and terminal.text.endswith("second"), "end of the wide part")
+        until(lambda: "change me\r\n" in terminal.text and terminal.text.endswith("second"), "end of the wide part")
         before = terminal.text
         terminal.resize(40)
         screen.feed(before)
@@ -85,10 +90,22 @@ def test_lines_are_whole_and_rows_are_removed(how: str) -> None:
     assert screen.cursor
 
 
+def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
+    """What is printed from then on is dropped, rows too, and the program goes on to its end."""
+    terminal = Terminal(
+        python(PROGRAM + "import pathlib; pathlib.Path(sys.argv[2]).touch()", "close", tmp_path / "end")
+    )
+    until(lambda: "change me" in terminal.text, "rows")
+    terminal.hang_up()
+    assert terminal.popen.wait(60) == 0
+    assert (tmp_path / "end").exists()
+
+
 def test_no_rows_and_no_escapes_elsewhere() -> None:
     """A dumb terminal gets lines only; NO_COLOR takes the colours and leaves the rows."""
     assert "\x1b" not in Terminal(python(PROGRAM, "end"), TERM="dumb", NO_COLOR="1").wait(0)
     plain = Terminal(python(PROGRAM, "end"), NO_COLOR="1").wait(0)
     assert "xxx…" in plain
+    assert "━" * 6 + "╌" * 18 + " 1/4 steps, loss 0.5" in re.sub(r"\x1b\[\d+m", "", plain)
     assert "\x1b[32m" not in plain
     assert "\x1b[32m" in Terminal(python(PROGRAM, "end")).wait(0)
