@@ -56,7 +56,7 @@ with LiveRegion() as region:
     step(region, 2)
     if how in ("resize", "close"):
         print("change me", flush=True)
-        while sys.stdout.isatty() and os.get_terminal_size().columns != 40:
+        while sys.stdout.isatty() and (how == "close" or os.get_terminal_size().columns != 40):
             time.sleep(0.01)
     step(region, 3)
     if how == "raise":
