@@ -21,7 +21,7 @@ import pyarrow as pa
 from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, write_toml
 from prime_rl.config.inference import SERVER
 from prime_rl.config.loader import from_files
-from prime_rl.errors import UserError, say, user_errors
+from prime_rl.errors import UserError, user_errors
 from prime_rl.evals.results import REPORT
 from prime_rl.fleet.client import error_message
 from prime_rl.launcher import launch
@@ -186,7 +186,7 @@ def serve(weights: RunDirectory | str | Path, **settings: Any) -> Iterator[Serve
                 subject=f"server of {model}", owner="vLLM", seconds=_READY_SECONDS,
             )  # fmt: skip
             if child.process.status is not None:
-                raise UserError(f"the server of {model} has ended: {child.last_words()[-1:]}")
+                raise UserError(f"the server of {model} has ended: {''.join(child.last_words()[-1:])}")
             if config.lora is not None:
                 body = {"weight_dir": str(model), "version": weights_manifest(model).version}
                 with server._post(f"{config.server.url}/update_weights", body):
@@ -212,7 +212,7 @@ def evaluate(
         values = {"environments": tables, "output_dir": temporary, "model.name": server.model} | settings
         config = from_files(EvalConfig, **{"client.base_url": server.base_url} | values)
         process = _process("eval", config, {config.client.api_key_var: server.api_key})
-        supervisor = Supervisor([process], config.output_dir, say)
+        supervisor = Supervisor([process], config.output_dir, lambda line: None)
         if supervisor.run() is not RunOutcome.SUCCESS:
             raise UserError("; ".join(supervisor.failures) or "the evaluation was interrupted")
         results = json.loads((config.output_dir / "evals" / REPORT).read_bytes())["results"]
