@@ -6,7 +6,6 @@ It works in scripts and in notebooks. What the user can mend raises a UserError.
 import json
 import os
 import socket
-import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,23 +17,22 @@ from typing import Any
 import httpx
 import pyarrow as pa
 
-from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, write_toml
+from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig
 from prime_rl.config.inference import SERVER
 from prime_rl.config.loader import from_files
 from prime_rl.errors import UserError, user_errors
 from prime_rl.evals.results import REPORT
 from prime_rl.fleet.client import error_message
 from prime_rl.launcher import launch
-from prime_rl.launcher.plan import ProcessSpec
+from prime_rl.launcher.one_server import process_of, serving
 from prime_rl.launcher.ports import claimed_ports
-from prime_rl.launcher.supervise import RunOutcome, SupervisedChild, Supervisor
-from prime_rl.monitor import read_metrics, read_status
+from prime_rl.launcher.supervise import RunOutcome, Supervisor
+from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import CommitError, list_steps, step_dir
 from prime_rl.transport.rollouts import FILE, open_batch
 from prime_rl.transport.settings import running_processes
 from prime_rl.transport.weights import ADAPTER_CONFIG, read_adapter_config, weights_manifest
-from prime_rl.wait import wait
 
 _READY_SECONDS = 1200.0
 _REPLY_SECONDS = 600.0  # between two pieces of a reply
@@ -178,22 +176,12 @@ def serve(weights: RunDirectory | str | Path, **settings: Any) -> Iterator[Serve
         config = _inference_config(model, directory, Path(temporary), settings)
         key = config.api_key or os.environ.get("VLLM_API_KEY", "none")
         server = Server(f"{config.server.url}/v1", config.model.name, key)
-        child = SupervisedChild(_process(SERVER, config, {"VLLM_API_KEY": config.api_key} if config.api_key else {}))
-        child.start(os.environ)
-        try:
-            wait(
-                lambda: child.process.status is not None or _is_ready(config.output_dir),
-                subject=f"server of {model}", owner="vLLM", seconds=_READY_SECONDS,
-            )  # fmt: skip
-            if child.process.status is not None:
-                raise UserError(f"the server of {model} has ended: {''.join(child.last_words()[-1:])}")
+        with serving(config, _READY_SECONDS):
             if config.lora is not None:
                 body = {"weight_dir": str(model), "version": weights_manifest(model).version}
                 with server._post(f"{config.server.url}/update_weights", body):
                     pass
             yield server
-        finally:
-            child.process.reap()
 
 
 def evaluate(
@@ -211,20 +199,12 @@ def evaluate(
     with TemporaryDirectory(prefix="prime-rl-") as temporary:
         values = {"environments": tables, "output_dir": temporary, "model.name": server.model} | settings
         config = from_files(EvalConfig, **{"client.base_url": server.base_url} | values)
-        process = _process("eval", config, {config.client.api_key_var: server.api_key})
+        process = process_of("eval", config, {config.client.api_key_var: server.api_key})
         supervisor = Supervisor([process], config.output_dir, lambda line: None)
         if supervisor.run() is not RunOutcome.SUCCESS:
             raise UserError("; ".join(supervisor.failures) or "the evaluation was interrupted")
         results = json.loads((config.output_dir / "evals" / REPORT).read_bytes())["results"]
     return {result["environment"]: result["metrics"] for result in results}
-
-
-def _process(name: str, config: InferenceConfig | EvalConfig, env: Mapping[str, str]) -> ProcessSpec:
-    """Write a process's configuration; return what starts it."""
-    path = config.output_dir / "configs" / f"{name}.toml"
-    write_toml(config, path)
-    argv = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", str(path))
-    return ProcessSpec(name, argv, config.output_dir / "logs" / f"{name}.log", env)
 
 
 def _inference_config(model: Path, run: Path, output_dir: Path, settings: Mapping[str, Any]) -> InferenceConfig:
@@ -257,11 +237,6 @@ def _running_server(run: RunDirectory) -> Server | None:
         if httpx.get(f"{root}/health", timeout=_PROBE_SECONDS, trust_env=False).is_success:
             return Server(f"{root}/v1", config.model.name, key)
     return None
-
-
-def _is_ready(output_dir: Path) -> bool:
-    status = read_status(output_dir).get(SERVER)
-    return status is not None and status.ready is not None
 
 
 def _table(rows: Sequence[Mapping[str, float]]) -> pa.Table:

@@ -4,7 +4,6 @@ import asyncio
 import difflib
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from prime_rl.entrypoints import run_command, show
 from prime_rl.entrypoints.eval import run as evaluate
 from prime_rl.errors import UserError, say, user_errors
 from prime_rl.launcher.preflight import check_model
-from prime_rl.monitor import Status, log
+from prime_rl.monitor import log
 
 _EXAMINATIONS = {
     "doctor": "`rl doctor RUN`: what a run is doing, who waits for whom, and what keeps it from going on.",
@@ -54,14 +53,10 @@ def main() -> None:
             sys.exit(130)
 
 
-def _parity(name: str, config: ParityConfig) -> None:
-    """Sample, then score; as the sampler only the first, by a server that runs."""
+def _parity(config: ParityConfig) -> None:
+    """Sample, then score."""
     from prime_rl.launcher import parity
 
-    if name == parity.SAMPLER:
-        status = Status(config.output_dir, name)
-        asyncio.run(parity.sample(config, config.output_dir))
-        return status.done("finished")
     check_model(config.model.name)
     directory = config.output_dir / "parity"
     if config.dry_run:
@@ -70,8 +65,8 @@ def _parity(name: str, config: ParityConfig) -> None:
     if config.client is not None:
         say(f"sampling {config.replies} replies from {config.client.servers}")
         asyncio.run(parity.sample(config, directory))
-    elif outcome := parity.serve_and_sample(config, directory).value:
-        sys.exit(outcome)
+    else:
+        parity.serve_and_sample(config, directory)
     say("loading the model to score them by the trainer")
     from prime_rl.trainer.parity_scorer import score
 
@@ -106,8 +101,7 @@ def _write_starter(config: StarterConfig) -> None:
 
 
 _COMMANDS: dict[str, tuple[type[BaseConfig], Callable[[Any], object]]] = {
-    "parity": (ParityConfig, partial(_parity, "parity")),
-    "parity-sampler": (ParityConfig, partial(_parity, "parity-sampler")),
+    "parity": (ParityConfig, _parity),
     "tenants": (DeploymentConfig, _run),
     "eval": (EvalConfig, evaluate),
     "init": (StarterConfig, _write_starter),

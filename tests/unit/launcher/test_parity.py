@@ -1,62 +1,56 @@
 """What `rl parity` starts."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from prime_rl.config import InferenceConfig, parse
 from prime_rl.config.rl import ParityConfig
 from prime_rl.launcher import parity
-from prime_rl.launcher.plan import ProcessSpec
-from prime_rl.launcher.supervise import RunOutcome
 
 
-def started(monkeypatch: pytest.MonkeyPatch, root: Path, *arguments: str) -> list[ProcessSpec]:
-    """The processes that are supervised; none is started."""
-    specs: list[ProcessSpec] = []
+def started(monkeypatch: pytest.MonkeyPatch, root: Path, *arguments: str) -> tuple[InferenceConfig, ParityConfig]:
+    """The settings of the server and of what samples from it; none is started."""
+    servers: list[InferenceConfig] = []
+    samplers: list[ParityConfig] = []
 
-    class Recorder:
-        def __init__(self, processes: list[ProcessSpec], *more: Any) -> None:
-            specs.extend(processes)
+    @contextmanager
+    def serving(config: InferenceConfig, seconds: float) -> Iterator[None]:
+        servers.append(config)
+        yield
 
-        def run(self) -> RunOutcome:
-            return RunOutcome.SUCCESS
+    async def sample(config: ParityConfig, directory: Path) -> None:
+        samplers.append(config)
 
-    monkeypatch.setattr(parity, "Supervisor", Recorder)
-    config = parse(ParityConfig, ["--model.name", "m", *arguments], {})
-    assert parity.serve_and_sample(config, root) is RunOutcome.SUCCESS
-    return specs
-
-
-def read(spec: ProcessSpec) -> ParityConfig:
-    """The configuration of the sampler as it reads it."""
-    place = spec.argv.index(parity.SAMPLER)
-    return parse(ParityConfig, spec.argv[place + 1 :], {})
+    monkeypatch.setattr(parity, "serving", serving)
+    monkeypatch.setattr(parity, "sample", sample)
+    parity.serve_and_sample(parse(ParityConfig, ["--model.name", "m", *arguments], {}), root)
+    return servers[0], samplers[0]
 
 
 def test_a_model_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Contract: a server and the sampler after it, of the same model, seed and device."""
-    server, sampler = started(monkeypatch, tmp_path, "--device", "cpu", "--seed", "3", "--replies", "5")
-    assert (server.name, sampler.after_ready) == ("inference", ("inference",))
-    served, job = parse(InferenceConfig, ["@", server.argv[-1]], {}), read(sampler)
+    """Contract: a server of the model, seed and device that are given, which is asked."""
+    served, sampler = started(monkeypatch, tmp_path, "--device", "cpu", "--seed", "3", "--replies", "5")
     assert (served.model.name, served.device, served.seed, served.output_dir) == ("m", "cpu", 3, tmp_path)
-    assert (job.model.name, job.seed, job.replies, job.reply_tokens, job.output_dir) == ("m", 3, 5, 128, tmp_path)
-    assert job.client is not None
-    assert job.client.base_urls == ["http://localhost:8000"]
+    assert (sampler.model.name, sampler.seed, sampler.replies, sampler.reply_tokens) == ("m", 3, 5, 128)
+    assert sampler.client is not None
+    assert sampler.client.base_urls == [served.server.url]
 
 
 def test_the_file_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Contract: it is taken as it is, and its server is started; replies fit its context."""
+    monkeypatch.setenv("VLLM_API_KEY", "")
     run = tmp_path / "rl.toml"
     inference = (
         '[inference]\nquantization = "fp8"\nmax_model_len = 128\napi_key = "k"\n[inference.server]\nport = 8123\n'
     )
     run.write_text(f'[trainer.loss]\ntype = "gspo"\n{inference}[orchestrator.environment]\nid = "x"\n')
-    server, sampler = started(monkeypatch, tmp_path, "@", str(run))
-    served, job = parse(InferenceConfig, ["@", server.argv[-1]], {}), read(sampler)
+    served, sampler = started(monkeypatch, tmp_path, "@", str(run))
     assert (served.model.name, served.quantization, served.server.port) == ("m", "fp8", 8123)
-    assert server.env["VLLM_API_KEY"] == sampler.env["VLLM_API_KEY"] == "k"
-    assert job.reply_tokens == 64
-    assert job.client is not None
-    assert job.client.base_urls == ["http://localhost:8123"]
+    assert os.environ["VLLM_API_KEY"] == "k"
+    assert sampler.reply_tokens == 64
+    assert sampler.client is not None
+    assert sampler.client.base_urls == ["http://localhost:8123"]

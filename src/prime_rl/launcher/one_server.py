@@ -1,0 +1,49 @@
+"""A server without a run around it, for `rl parity`, `rl chat` and `prime_rl.serve`."""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from prime_rl.config import EvalConfig, InferenceConfig, write_toml
+from prime_rl.config.inference import SERVER
+from prime_rl.errors import UserError
+from prime_rl.launcher.plan import ProcessSpec, ServerSpec
+from prime_rl.launcher.rundir import forget_status
+from prime_rl.launcher.supervise import SupervisedChild
+from prime_rl.monitor import read_status
+from prime_rl.wait import wait
+
+
+def process_of(
+    name: str, config: InferenceConfig | EvalConfig, env: Mapping[str, str], server: ServerSpec | None = None
+) -> ProcessSpec:
+    """Write the configuration of a process of `output_dir`; return what starts it."""
+    path = config.output_dir / "configs" / f"{name}.toml"
+    write_toml(config, path)
+    argv = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", str(path))
+    log = config.output_dir / "logs" / f"{name}.log"
+    return ProcessSpec(name, argv, log, {"PYTHONUNBUFFERED": "1", **env}, server=server)
+
+
+@contextmanager
+def serving(config: InferenceConfig, seconds: float) -> Iterator[None]:
+    """Have a server of these settings serve in a `with` block. Raises UserError: it has ended, by its own reason, or is
+    not ready after so many seconds."""
+    env = {"VLLM_API_KEY": config.api_key} if config.api_key else {}
+    child = SupervisedChild(process_of(SERVER, config, env, ServerSpec(config.server.url, seconds)))
+    forget_status(config.output_dir, SERVER)
+
+    def has_started() -> bool:
+        status = read_status(config.output_dir).get(SERVER)
+        return child.process.status is not None or (status is not None and status.ready is not None)
+
+    child.start(os.environ)
+    try:
+        wait(has_started, subject=f"server of {config.model.name}", owner="vLLM", seconds=seconds)
+        if child.process.status is not None:
+            reason = "\n".join(child.last_words("failed"))
+            raise UserError(f"the server of {config.model.name} has ended: {reason}")
+        yield
+    finally:
+        child.process.reap()
