@@ -24,7 +24,7 @@ from prime_rl.errors import UserError, user_errors
 from prime_rl.evals.results import REPORT
 from prime_rl.fleet.client import error_message
 from prime_rl.launcher import launch
-from prime_rl.launcher.one_server import process_of, serving
+from prime_rl.launcher.one_server import process_of, running_server
 from prime_rl.launcher.ports import claimed_ports
 from prime_rl.launcher.supervise import RunOutcome, Supervisor
 from prime_rl.monitor import read_metrics
@@ -168,7 +168,7 @@ def serve(weights: RunDirectory | str | Path, **settings: Any) -> Iterator[Serve
     model = (weights.directory if isinstance(weights, RunDirectory) else Path(weights)).resolve()
     directory = model.parents[1]  # of the run, of a version
     if not any((model / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
-        if (running := _running_server(open_run(model))) is not None:
+        if (running := _server_of(open_run(model))) is not None:
             yield running
             return
         directory, model = model, RunDirectory(model).weights
@@ -176,7 +176,7 @@ def serve(weights: RunDirectory | str | Path, **settings: Any) -> Iterator[Serve
         config = _inference_config(model, directory, Path(temporary), settings)
         key = config.api_key or os.environ.get("VLLM_API_KEY", "none")
         server = Server(f"{config.server.url}/v1", config.model.name, key)
-        with serving(config, _READY_SECONDS):
+        with running_server(config, _READY_SECONDS):
             if config.lora is not None:
                 body = {"weight_dir": str(model), "version": weights_manifest(model).version}
                 with server._post(f"{config.server.url}/update_weights", body):
@@ -225,7 +225,7 @@ def _inference_config(model: Path, run: Path, output_dir: Path, settings: Mappin
     return from_files(InferenceConfig, *[path for path in paths if path.is_file()][:1], **values | dict(settings))
 
 
-def _running_server(run: RunDirectory) -> Server | None:
+def _server_of(run: RunDirectory) -> Server | None:
     """Return the server of a run that is going on; None where there is none, or it does not answer."""
     path, own_key = run.directory / "configs" / "orchestrator.toml", run.directory / "key"
     if not path.is_file() or not any(name.startswith((SERVER, "orchestrator")) for name in run.running):

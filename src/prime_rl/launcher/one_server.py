@@ -27,7 +27,7 @@ def process_of(
 
 
 @contextmanager
-def serving(config: InferenceConfig, seconds: float) -> Iterator[None]:
+def running_server(config: InferenceConfig, seconds: float) -> Iterator[None]:
     """Have a server of these settings serve in a `with` block. Raises UserError: it has ended, by its own reason, or is
     not ready after so many seconds."""
     env = {"VLLM_API_KEY": config.api_key} if config.api_key else {}

@@ -11,7 +11,7 @@ from prime_rl.config.rl import ParityConfig
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import UserError, say
 from prime_rl.fleet.client import InferenceClient
-from prime_rl.launcher.one_server import serving
+from prime_rl.launcher.one_server import running_server
 from prime_rl.launcher.ports import with_ports
 
 _QUESTIONS = ("Why is the sky blue?", "What is 17 * 23?", "Name three rivers.", "Once upon a time")
@@ -29,7 +29,7 @@ def serve_and_sample(config: ParityConfig, directory: Path) -> None:
     if server.api_key:
         os.environ[client.api_key_var] = server.api_key
     say(f"starting {SERVER}, for {config.replies} replies; logs in {directory / 'logs'}")
-    with serving(server, config.ready_timeout):
+    with running_server(server, config.ready_timeout):
         asyncio.run(sample(config.with_values({"client": client, "reply_tokens": most}), directory))
 
 

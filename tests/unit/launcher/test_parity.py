@@ -18,14 +18,14 @@ def started(monkeypatch: pytest.MonkeyPatch, root: Path, *arguments: str) -> tup
     samplers: list[ParityConfig] = []
 
     @contextmanager
-    def serving(config: InferenceConfig, seconds: float) -> Iterator[None]:
+    def running_server(config: InferenceConfig, seconds: float) -> Iterator[None]:
         servers.append(config)
         yield
 
     async def sample(config: ParityConfig, directory: Path) -> None:
         samplers.append(config)
 
-    monkeypatch.setattr(parity, "serving", serving)
+    monkeypatch.setattr(parity, "running_server", running_server)
     monkeypatch.setattr(parity, "sample", sample)
     parity.serve_and_sample(parse(ParityConfig, ["--model.name", "m", *arguments], {}), root)
     return servers[0], samplers[0]
