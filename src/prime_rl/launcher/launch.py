@@ -53,8 +53,8 @@ def run(config: RLConfig) -> int:
         say(describe(plan))
         ranks, shared = config.trainer_ranks or config.trainer_gpus, config.trainer.tenants
         say(preflight.state_memory(config.trainer, ranks, 1 if shared is None else shared.slots))
-        serving = {gpu for process in plan.processes if process.server is not None for gpu in process.gpus}
-        if shared is None and (estimate := preflight.step_estimate(config, len(serving), config.trainer_gpus)):
+        inference_gpus = {gpu for process in plan.processes if process.server is not None for gpu in process.gpus}
+        if shared is None and (estimate := preflight.step_estimate(config, len(inference_gpus), config.trainer_gpus)):
             say(estimate)
         return RunOutcome.SUCCESS.value
     with rundir.Owner(config.output_dir) as owner:

@@ -66,4 +66,4 @@ def _ask(command: str, env: dict[str, str]) -> bool:
 
 if __name__ == "__main__":
     watch()
-    sys.exit(subprocess.call([_CONTROL, "-f"]))
+    sys.exit(subprocess.call([_CONTROL, "-f"]))  # bounded: `watch` ends it with its launcher

@@ -48,7 +48,8 @@ def write_starter(config: StarterConfig) -> None:
 
 
 def _answer(question: str, default: str) -> str:
-    return (input(f"{question} [{default}]: ").strip() if sys.stdin.isatty() else "") or default
+    typed = input(f"{question} [{default}]: ").strip() if sys.stdin.isatty() else ""  # bounded: by the user
+    return typed or default
 
 
 def starter_text(environment: str, model: str, gpus: int, command: str) -> str:

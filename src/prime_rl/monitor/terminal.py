@@ -95,13 +95,13 @@ def progress(done: int, total: int | None, unit: str, left: float | None) -> Spa
     return [("━" * cells, "green"), ("╌" * (_BAR_CELLS - cells), "dim"), (f" {done}/{total} {unit}", "bold"), (eta, "")]
 
 
-def remaining(ends: Sequence[float], todo: int, now: float) -> float | None:
-    """Seconds that `todo` more steps take at the pace of the last ones, which ended at `ends`; None before there are
+def remaining(times: Sequence[float], todo: int, now: float) -> float | None:
+    """Seconds that `todo` more steps take at the pace of the last ones, which ended at `times`; None before there are
     two. A step that takes longer than those before adds nothing."""
-    if len(ends) < 2:
+    if len(times) < 2:
         return None
-    pace = (ends[-1] - ends[0]) / (len(ends) - 1)
-    return todo * pace - min(max(now - ends[-1], 0.0), pace if todo else 0.0)
+    pace = (times[-1] - times[0]) / (len(times) - 1)
+    return todo * pace - min(max(now - times[-1], 0.0), pace if todo else 0.0)
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -25,7 +25,7 @@ from prime_rl.view.series import MetricColumns
 
 PROCESSES = ("trainer", "orchestrator", "inference", "eval")
 QUERIES = ("series", "steps", "samples", "sample", "doctor", "events", "ledger", "episodes", "evals", "config")
-_MARKS = ("configs", "metrics", "status", "rollouts", LEDGER)
+_ENTRIES = ("configs", "metrics", "status", "rollouts", LEDGER)
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (WARNING|ERROR|CRITICAL) +(.*)")
 _MOST_EVENTS, _MOST_POINTS = 300, 5000
 _BUSY_SECONDS = 2.0
@@ -144,11 +144,11 @@ class RunFiles:
     def episodes(self, wanted: Wanted) -> dict[str, Any]:
         """Return a page of episodes, newest first, that fit `wanted`: env, outcome (a state, or why it was dropped),
         step, low and high (of the reward), offset."""
-        path, given = self.path / LEDGER, {name: wanted[name] for name in (*_TERMS, "high") if wanted.get(name)}
+        path, chosen = self.path / LEDGER, {name: wanted[name] for name in (*_TERMS, "high") if wanted.get(name)}
         if not path.exists():
             raise UserError(f"{path} does not exist: the run has no ledger")
-        terms = " AND ".join(["1", *((_TERMS | {"high": "reward <= ?"})[name] for name in given)])
-        values = [value if name in ("env", "outcome") else float(value) for name, value in given.items()]
+        terms = " AND ".join(["1", *((_TERMS | {"high": "reward <= ?"})[name] for name in chosen)])
+        values = [value if name in ("env", "outcome") else float(value) for name, value in chosen.items()]
         query = f"SELECT {_EPISODE} {_EPISODES} {terms} ORDER BY group_number DESC, e.number, attempt LIMIT ? OFFSET ?"
         uri = f"{path.absolute().as_uri()}?mode=ro"
         with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS)) as db:
@@ -235,7 +235,7 @@ def find_runs(paths: Sequence[Path]) -> dict[Path, str]:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / mark).exists() for mark in _MARKS)
+    return any((path / entry).exists() for entry in _ENTRIES)
 
 
 def _no_run(path: Path) -> str:

@@ -50,14 +50,14 @@ class MetricColumns:
         later line counts. Where there are more steps than points, those of a `bucket` share one: `value` is the mean of
         their `count` values, `min` and `max` are theirs, so that no spike is lost. All keys have the same buckets."""
         with self._lock:
-            ends = [(steps[0], steps[-1]) for steps, _ in self._columns.values() if steps]
+            spans = [(steps[0], steps[-1]) for steps, _ in self._columns.values() if steps]
             steps, values = map(np.array, self._columns.get(key, ((), ())))
         if (np.diff(steps) <= 0).any():
             steps, last = np.unique(steps[::-1], return_index=True)
             values = values[::-1][last]
         inside = slice(np.searchsorted(steps, low), np.searchsorted(steps, high, side="right"))
         steps, values = steps[inside], values[inside]
-        low, high = max(low, min(ends, default=(0, 0))[0]), min(high, max((end for _, end in ends), default=0))
+        low, high = max(low, min(spans, default=(0, 0))[0]), min(high, max((end for _, end in spans), default=0))
         if high - low < points or not len(steps):
             return {"step": steps.tolist(), "value": _short(values)}
         bucket = ((steps - low) * points // (high - low + 1)).astype(int)
