@@ -11,14 +11,17 @@ from prime_rl.transport.settings import LEDGER
 
 # Of an environment: all episodes that were issued, then by where they are, with mean sampled tokens and reward.
 _OUTCOMES = """
-    WITH ends AS (
-        SELECT env, tokens, reward, CASE e.state
+    WITH ends AS MATERIALIZED (
+        SELECT env, CASE e.state
             WHEN 'issued' THEN 'in flight' WHEN 'batched' THEN IIF(e.step < ?, 'trained', 'in a batch')
-            WHEN 'dropped' THEN 'dropped: ' || reason ELSE e.state END AS outcome
-        FROM episodes e JOIN groups g ON g.number = group_number)
-    SELECT i.env, 'issued', count, AVG(tokens), AVG(reward) FROM issued i LEFT JOIN ends USING (env) GROUP BY env
+            WHEN 'dropped' THEN 'dropped: ' || reason ELSE e.state END AS outcome,
+            COUNT(*) AS number, TOTAL(tokens) AS tokens, COUNT(tokens) AS sampled, TOTAL(reward) AS reward,
+            COUNT(reward) AS scored
+        FROM episodes e JOIN groups g ON g.number = group_number GROUP BY 1, 2)
+    SELECT i.env, 'issued', i.count, SUM(tokens) / SUM(sampled), SUM(reward) / SUM(scored)
+    FROM issued i LEFT JOIN ends USING (env) GROUP BY env
     UNION ALL
-    SELECT env, outcome, COUNT(*), AVG(tokens), AVG(reward) FROM ends GROUP BY 1, 2 ORDER BY 1, 3 DESC, 2 DESC"""
+    SELECT env, outcome, number, tokens / sampled, reward / scored FROM ends ORDER BY 1, 3 DESC, 2 DESC"""
 _INCONSISTENCIES = {
     "unaccounted for": """
         SELECT i.env || printf(': %+d episodes are', i.count - COUNT(e.id))
