@@ -46,6 +46,7 @@ async def test_every_view(url: str, run: Path, tmp_path: Path) -> None:
             file.write(metric_lines(range(4, 6), **{"loss/mean": 0.5, "entropy/all/mean": 1.0}) + '{"step": 6, "lo')
         await page.until("document.getElementById('runs').innerText.includes('step 5')")
         await shows(page, "Entropy")
+        assert await page.evaluate("document.getElementById('live').textContent") == ""  # it answers, and nobody runs
         await page.open(f"{url}#rollouts?step=3&row=4")
         await shows(page, "äöü <b>4", "tool call", '"name": "look"', "2 to 3")
         assert await page.evaluate("document.querySelectorAll('.message b').length") == 1  # of the call, not the reply

@@ -20,6 +20,7 @@ from prime_rl.errors import UserError
 from prime_rl.redact import redacted
 from prime_rl.transport.commit import disk_errors
 
+_ROW = msgspec.json.Decoder(dict[str, int | float | bool])  # five times as fast as `json`
 _WAYS_ON = (
     "log in with `uv run wandb login`, set WANDB_API_KEY, or write local files only with --wandb.offline "
     "(--monitor.wandb.offline of one process)"
@@ -155,8 +156,8 @@ class Tail:
         rows = []
         for line in self.lines():
             with suppress(ValueError):
-                row = msgspec.json.decode(line)  # five times as fast as `json`
-                if isinstance(row, dict) and "step" in row:
+                row = _ROW.decode(line)
+                if "step" in row:
                     rows.append(row)
         return rows
 

@@ -32,10 +32,10 @@ class MetricColumns:
             if stat is None or stat.st_ino != self._inode or stat.st_size < self._size:
                 self._start_over(0 if stat is None else stat.st_ino)
             self._size = 0 if stat is None else stat.st_size
-            rows = [row for row in self._tail.read() if isinstance(row["step"], int)]
+            rows = self._tail.read()
             for key in {key for row in rows for key in row} - {"step"}:
                 steps, values = self._columns.setdefault(key, (array("q"), array("d")))
-                own = [row for row in rows if isinstance(row.get(key), (int, float))]
+                own = [row for row in rows if key in row]
                 steps.extend([int(row["step"]) for row in own])
                 values.extend([row[key] for row in own])
 

@@ -103,7 +103,7 @@ const current = () => runs[+address().wanted.run || 0] ? +address().wanted.run |
 
 function ticks(low, high, count) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= rough * 0.999);
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= rough * 0.7);
   const found = [];
   for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step * 1e-9; value += step) found.push(Math.abs(value) < step * 1e-9 ? 0 : value);
   return found;
@@ -211,7 +211,7 @@ function stackedBars(step, parts) {
       if (size > 0.05) column.append(h("rect", { x: left + place * bar + Math.min(0.5, bar / 8), y: top, width: Math.max(bar - Math.min(1, bar / 4), 0.5), height: size, fill: part.color }));
     }
     svg.append(column);
-    if (place % Math.ceil(step.length / 10) === 0) svg.append(h("text", { x: left + (place + 0.5) * bar, y: height - 3, "text-anchor": "middle" }, number(one)));
+    if (place % Math.ceil(step.length * 80 / width) === 0) svg.append(h("text", { x: left + (place + 0.5) * bar, y: height - 3, "text-anchor": "middle" }, number(one)));
   });
   return svg;
 }
@@ -220,9 +220,10 @@ const legend = (items) => h("div.legend", null, items.map(([label, color, value]
 
 // -- forms -------------------------------------------------------------------------------------------------------------
 
-const field = (label, control, tag = "label") => h(tag, null, label, control);
-function input(name, attributes = {}) {
-  return h("input", { type: "number", step: "any", "aria-label": attributes.label || name, value: address().wanted[name] ?? "", onchange: (event) => go({ [name]: event.target.value, offset: "", row: "" }), ...attributes });
+const field = (label, control) => h("label", null, label, control);
+const range = (label, attributes) => h("span.range", null, `${label} from`, input("low", { label: `${label} from`, ...attributes }), "to", input("high", { label: `${label} to`, ...attributes }));
+function input(name, { label = name, ...attributes } = {}) {
+  return h("input", { type: "number", step: "any", "aria-label": label, value: address().wanted[name] ?? "", onchange: (event) => go({ [name]: event.target.value, offset: "", row: "" }), ...attributes });
 }
 function choice(name, options, attributes = {}) {
   const value = address().wanted[name] ?? "";
@@ -252,7 +253,7 @@ async function curves(wanted) {
   const weight = +(wanted.smooth || 0);
   const onpick = (step) => go({ step, run: shownRuns()[0].place || "" }, "rollouts"), onzoom = (low, high) => go({ low, high });
   const bar = h("form.bar", { onsubmit: (event) => event.preventDefault() },
-    field("steps from", input("low", { min: 0 })), field("to", input("high", { min: 0 })),
+    range("steps", { min: 0 }),
     h("button", { type: "button", disabled: !wanted.low && !wanted.high, onclick: () => go({ low: "", high: "" }) }, "All steps"),
     field("smooth", choice("smooth", [["", "no"], ["0.6", "a little"], ["0.9", "much"], ["0.98", "very much"]])),
     h("span.quiet.optional", null, "drag: zoom · click, or ← → and Enter: rollouts of that step"));
@@ -283,7 +284,7 @@ async function rollouts(wanted) {
     !FILE && segments("list", [["samples", "Samples of a step"], ["episodes", "Episodes of all steps"]], "list"),
     h("label", null, "step", !episodes && turn(before, "step before"), input("step", { value: episodes ? wanted.step ?? "" : step, min: 0, step: 1 }), !episodes && turn(after, "step after")),
     FILE ? null : [envs.length > 1 && field("environment", choice("env", [["", "all"], ...envs.map((env) => [env, env])], { label: "environment" })),
-      field("reward from", input("low")), field("to", input("high")),
+      range("reward"),
       episodes ? field("outcome", choice("outcome", [["", "all"], ...(page?.outcomes || []).map((one) => [one, one === "batched" ? "trained" : one])]))
         : [field("sort", choice("sort", [["", "as trained"], ["reward", "reward, lowest first"], ["-reward", "reward, highest first"], ["-length", "longest first"], ["length", "shortest first"]])),
           h("label", null, h("input", { type: "checkbox", checked: !!wanted.cut, onchange: (event) => go({ cut: event.target.checked ? 1 : "", offset: "" }) }), "cut off only"),
@@ -398,7 +399,7 @@ async function time(wanted) {
       legend(shown.map((part) => [part.label, part.color, percent(sum(part.value) / total)])),
       at["workers/cpu"].size > 0 && h("p.quiet", null, `The busiest environment worker uses ${percent(sum(rows.map((row) => row["workers/cpu"])) / rows.length)} of a core.`));
   });
-  return [h("form.bar", { onsubmit: (event) => event.preventDefault() }, runChoice(), field("steps from", input("low", { min: 0 })), field("to", input("high", { min: 0 }))),
+  return [h("form.bar", { onsubmit: (event) => event.preventDefault() }, runChoice(), range("steps", { min: 0 })),
     h("section.card", null, h("h2", null, "Who waits for whom ", h("span.quiet", null, "as rl doctor says")), h("pre.mono", null, report.text)), ...cards,
     events.length ? h("section.card", null, h("h2", null, "Restarts, faults and checkpoints"), timeLine(events, series), table(["time", "process", "", ""], [...events].reverse().slice(0, 100).map((event) =>
       h(`tr.event-${event.kind}`, null, h("td.n", null, clock(event.time)), h("td", null, event.process), h("td", null, event.kind), h("td.text", null, event.text))))) : null];
@@ -454,12 +455,13 @@ async function evals() {
     return [list[place].name, row.environment, row.policy, `${row.tasks}${row.complete === false ? " (incomplete)" : ""}`, name, number(mean), half == null ? "" : `± ${number(half, 3)}`, interval(mean, half, list[place].color), number(sum(Object.values(row.errors))), percent(row.metrics["is_truncated/mean"] || 0)];
   }));
   if (!cards.length && !rows.length) return [note("No evaluations: neither in the metrics nor in evals/report.json.")];
-  return [h("div.grid", null, cards), rows.length ? h("section.card", { style: { "margin-top": "12px" } }, h("h2", null, "evals/report.json"), table(["run", "environment", "policy", "tasks", "", "mean", "95 %", "0 to 1", "failed", "cut off"], rows, [3, 5, 6, 8, 9])) : null];
+  rows.sort((one, other) => one[1].localeCompare(other[1]));
+  return [cards.length && h("div.grid", null, cards), rows.length ? h("section.card", { style: { "margin-top": "12px" } }, h("h2", null, "evals/report.json"), table(["run", "environment", "policy", "tasks", "", "mean", "95 %", "0 to 1", "failed", "cut off"], rows, [3, 5, 6, 8, 9])) : null];
 }
 function interval(mean, half = 0, color) {
-  const x = (value) => 2 + 96 * Math.min(1, Math.max(0, value));
-  return h("svg", { viewBox: "0 0 100 14", style: { width: "120px", height: "16px" }, role: "img", "aria-label": `${number(mean)} ± ${number(half)}` }, h("line.axis", { x1: 2, x2: 98, y1: 7, y2: 7 }),
-    h("line", { x1: x(mean - half), x2: x(mean + half), y1: 7, y2: 7, stroke: color, "stroke-width": 3, opacity: 0.45 }), h("circle", { cx: x(mean), cy: 7, r: 3, fill: color }));
+  const x = (value) => 3 + 194 * Math.min(1, Math.max(0, value));
+  return h("svg", { viewBox: "0 0 200 14", style: { width: "200px", height: "14px" }, role: "img", "aria-label": `${number(mean)} ± ${number(half)}` }, h("line.axis", { x1: 3, x2: 197, y1: 7, y2: 7 }),
+    h("line", { x1: x(mean - half), x2: x(mean + half), y1: 7, y2: 7, stroke: color, "stroke-width": 5, opacity: 0.4 }), h("circle", { cx: x(mean), cy: 7, r: 2.5, fill: color }));
 }
 
 async function config(wanted) {
@@ -500,18 +502,19 @@ async function draw() {
   main.dataset.view = view;
   main.querySelectorAll(".list").forEach((list, place) => { list.scrollTop = scrolled[place] || 0; });
   const again = (key && document.querySelector(`[data-key="${CSS.escape(key)}"]`)) || (label && main.querySelector(`[aria-label="${CSS.escape(label)}"]`));
-  again?.focus({ preventScroll: true });
+  if (again) again.focus({ preventScroll: true });
 }
 async function poll() {
   const live = document.getElementById("live");
+  const seen = () => JSON.stringify(runs.map((run) => [run.pulse, run.state, address().view === "time" && run.sentence]));
   try {
-    const before = JSON.stringify(runs.map((run) => [run.pulse, run.state]));
+    const before = seen();
     runs = await get("runs");
     live.textContent = FILE ? "a copy in one file" : runs.some((run) => ["runs", "stuck"].includes(run.state)) ? `live, ${new Date().toLocaleTimeString("en-GB")}` : "";
     const busy = main.contains(document.activeElement) && document.activeElement.matches("input, select");
-    if (before !== JSON.stringify(runs.map((run) => [run.pulse, run.state])) && !(busy && drawn) && tip.hidden) await draw();
+    if (before !== seen() && !(busy && drawn) && tip.hidden) await draw();
   } catch (error) {
-    live.textContent = "rl view has ended: this is what it showed last";
+    live.textContent = drawn ? `no answer: rl view has ended? (${error.message})` : "";
     if (!drawn) main.replaceChildren(note(error.message, "bad"));
   }
   if (!FILE) setTimeout(poll, POLL_SECONDS * 1000);
