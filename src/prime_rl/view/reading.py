@@ -120,9 +120,10 @@ class StepSamples:
     def __getitem__(self, name: str) -> list[Any]:
         return self._columns[name]
 
-    def rows(self, wanted: Mapping[str, str]) -> list[int]:
+    def rows(self, wanted: Mapping[str, str], decoder: Decoder | None) -> list[int]:
         """Return the rows that fit `wanted`: env, group, low and high (of the reward), cut ("1": only those that were
-        cut off), in the order of `sort`: "reward" or "length", with "-" the other way round."""
+        cut off), text (which they contain), in the order of `sort`: "reward" or "length", with "-" the other way round.
+        """
         reward = np.array(self["reward"], dtype=float)
         low, high = (float(wanted.get(name) or sign * np.inf) for name, sign in (("low", -1), ("high", 1)))
         keep = (reward >= low - 1e-9) & (reward <= high + 1e-9)
@@ -132,6 +133,9 @@ class StepSamples:
         if wanted.get("cut"):
             keep &= np.array(self["is_truncated"], dtype=bool)
         rows, sort = np.flatnonzero(keep), wanted.get("sort") or ""
+        if decoder is not None and (text := wanted.get("text", "").lower()):
+            whole = (decoder.text(np.asarray(one.input_ids).tolist()) for one in self._batch.rows(rows.tolist()))
+            rows = rows[[text in one.lower() for one in whole]]
         if sort:
             values = self._batch.lengths if sort.endswith("length") else reward
             rows = rows[np.argsort(values[rows] * (-1 if sort.startswith("-") else 1), kind="stable")]

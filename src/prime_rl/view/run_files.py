@@ -88,13 +88,13 @@ class RunFiles:
 
     def samples(self, wanted: Wanted) -> dict[str, Any]:
         """Return a page of the samples of `step`, from `offset` on; see `StepSamples.rows`."""
-        batch, offset = StepSamples(self.path, _number(wanted, "step")), max(_number(wanted, "offset"), 0)
-        rows = batch.rows(wanted)
+        batch, decoder = StepSamples(self.path, _number(wanted, "step")), self._decoder()
+        rows, offset = batch.rows(wanted, decoder), max(_number(wanted, "offset"), 0)
         return {
             "total": len(rows),
             "of": len(batch["env"]),
             "envs": sorted({*batch["env"]}),
-            "rows": batch.lines(rows[offset : offset + PAGE], self._decoder()),
+            "rows": batch.lines(rows[offset : offset + PAGE], decoder),
         }
 
     def sample(self, wanted: Wanted) -> dict[str, Any]:
@@ -121,7 +121,10 @@ class RunFiles:
         for path in (self.path / "incarnations").glob("*.json"):
             kind, step = "start" if path.stem == "0" else "restart", _read_json(path).get("step", "?")
             yield path.stat().st_mtime, "trainer", kind, f"starts at step {step} (incarnation {path.stem})"
+        ends: dict[str, float] = {}
         for name, status in read_status(self.path).items():
+            if status.outcome in ("finished", "stopped"):
+                ends[name] = status.since - 1
             if status.ready:
                 yield status.ready, name, "ready", "its start is over"
             if status.outcome:
@@ -133,7 +136,8 @@ class RunFiles:
         for path in (self.path / "logs").rglob("*.log"):
             for match in filter(None, map(_LOG_LINE.match, log_tail(path))):
                 time, kind = datetime.fromisoformat(match[1]).timestamp(), match[2].lower().replace("critical", "error")
-                yield time, path.stem, kind, match[3][:500]
+                if time < ends.get(path.stem, time + 1):  # vLLM is noisy when it is asked to stop
+                    yield time, path.stem, kind, match[3][:500]
 
     def ledger(self, wanted: Wanted) -> dict[str, Any]:
         """Return the audit's report: see `AuditReport`."""

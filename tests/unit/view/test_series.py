@@ -26,7 +26,9 @@ def test_a_file_that_is_being_written(tmp_path: Path) -> None:
     path.write_text('{"step": 0, "a": 1.0}\n{"step": 1, "a": 2')
     assert values(columns) == {0: 1.0}
     with path.open("a") as file:
-        file.write('.5}\nhalf of a {"step": 7, "a": 1}\n[]\n{"step": 2, "a": "text", "b": 1}\n{"step": 3, "a": 4.0, "b": 1}\n')
+        file.write(
+            '.5}\nhalf of a {"step": 7, "a": 1}\n[]\n{"step": 2, "a": "text", "b": 1}\n{"step": 3, "a": 4.0, "b": 1}\n'
+        )
     assert values(columns) == {0: 1.0, 1: 2.5, 3: 4.0}
     assert values(columns, "b") == {3: 1.0}
 

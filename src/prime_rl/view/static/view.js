@@ -276,7 +276,7 @@ async function rollouts(wanted) {
   const filters = { run, env: wanted.env, low: wanted.low, high: wanted.high, offset: wanted.offset };
   try {
     page = episodes ? await get("episodes", { ...filters, outcome: wanted.outcome, step: wanted.step })
-      : await get("samples", { ...filters, step, sort: wanted.sort, cut: wanted.cut, group: wanted.group });
+      : await get("samples", { ...filters, step, sort: wanted.sort, cut: wanted.cut, group: wanted.group, text: wanted.text });
   } catch (error) { problem = error.message; }
   const envs = page?.envs || runs[run].envs, before = known.steps.filter((one) => one < step).at(-1), after = known.steps.find((one) => one > step);
   const turn = (to, text) => h("button", { type: "button", "aria-label": text, disabled: to === undefined, onclick: () => go({ step: to, offset: "", row: "", group: "" }) }, text === "step before" ? "‹" : "›");
@@ -287,12 +287,15 @@ async function rollouts(wanted) {
       range("reward"),
       episodes ? field("outcome", choice("outcome", [["", "all"], ...(page?.outcomes || []).map((one) => [one, one === "batched" ? "trained" : one])]))
         : [field("sort", choice("sort", [["", "as trained"], ["reward", "reward, lowest first"], ["-reward", "reward, highest first"], ["-length", "longest first"], ["length", "shortest first"]])),
+          input("text", { type: "search", placeholder: "part of the text", label: "part of the text" }),
           h("label", null, h("input", { type: "checkbox", checked: !!wanted.cut, onchange: (event) => go({ cut: event.target.checked ? 1 : "", offset: "" }) }), "cut off only"),
           wanted.group && h("button", { type: "button", onclick: () => go({ group: "" }) }, `group ${wanted.group} ×`)]]);
   if (problem) return [bar, h("section.card", null, note(problem))];
   const offset = +wanted.offset || 0, more = episodes ? page.more : offset + page.rows.length < page.total;
   const chosen = wanted.row ?? (episodes ? "" : page.rows[0]?.row ?? "");
   const items = page.rows.map((row) => (episodes ? episodeItem(row, wanted, run) : sampleItem(row, chosen)));
+  const tabbed = items.find((item) => item.getAttribute("aria-current")) || items[0];
+  for (const item of items) item.tabIndex = item === tabbed ? 0 : -1;  // arrows choose within the list
   const pages = h("div.foot", null, page.total != null ? `${number(page.total)} of ${number(page.of)} samples` : `episodes ${offset + 1} to ${offset + items.length}`,
     (offset > 0 || more) && [h("button", { type: "button", disabled: !offset, onclick: () => go({ offset: Math.max(0, offset - 50) || "" }) }, "‹ 50"), h("button", { type: "button", disabled: !more, onclick: () => go({ offset: offset + 50 }) }, "50 ›")]);
   const list = h("section.card.list", { "aria-label": "samples", onkeydown: (event) => {
@@ -315,7 +318,7 @@ function sampleItem(row, chosen) {
 }
 function episodeItem(row, wanted, run) {
   const outcome = { batched: "trained", issued: "in flight" }[row.state] || row.reason || row.state;
-  const target = row.state === "batched" ? { href: link("rollouts", { ...wanted, of: row.step, id: row.id }) } : { tabindex: 0 };
+  const target = row.state === "batched" ? { href: link("rollouts", { ...wanted, of: row.step, id: row.id }) } : {};
   const versions = row.first == null ? "" : row.first === row.last ? `version ${row.first}` : `versions ${row.first} to ${row.last}`;
   return h("a", { ...target, "data-key": row.id, "aria-current": wanted.id === row.id ? "true" : null }, rewardCell(row.reward), h("span", null, row.task_id),
     h(row.state === "dropped" ? "span.warn" : "span.quiet", null, row.step == null ? outcome : `${outcome}, step ${row.step}`),
@@ -356,7 +359,7 @@ function tokenView(sample, by, names) {
   const values = sample.streams[by], most = Math.max(1e-9, ...values.map(Math.abs));
   const shade = by === "logprobs" ? (value) => `rgba(var(--low), ${Math.min(0.85, -value / 6)})`
     : (value) => `rgba(var(--${value < 0 ? "neg" : "pos"}), ${0.6 * Math.abs(value) / most})`;
-  const box = h("div.tokens");
+  const box = h("div.tokens", { tabindex: 0, role: "group", "aria-label": "tokens: arrows go through them" });
   const append = (start) => {
     const end = Math.min(sample.ids.length, start + TOKENS);
     for (let place = start; place < end; place++) {
@@ -367,13 +370,25 @@ function tokenView(sample, by, names) {
     if (end < sample.ids.length) box.append(h("button", { type: "button", onclick: (event) => { event.target.remove(); append(end); } }, `show ${number(Math.min(TOKENS, sample.ids.length - end))} more of ${number(sample.ids.length - end)} tokens`));
   };
   append(0);
-  box.addEventListener("pointermove", (event) => {
-    const place = event.target.dataset.place;
-    if (place === undefined) { tip.hidden = true; return; }
+  const look = (span, clientX, clientY) => {
+    const place = span.dataset.place;
     const rows = Object.keys(names).filter((name) => sample.streams[name]).map((name) => h("div", null, names[name], h("b", null, number(sample.streams[name][place]))));
     const probability = sample.mask[place] && h("div", null, "probability", h("b", null, percent(Math.exp(sample.streams.logprobs[place]))));
     showTip(event.clientX, event.clientY, [h("span.quiet", null, `token ${place}, id ${sample.ids[place]}, ${sample.mask[place] ? "trained" : "not trained"}`), probability, rows].flat().filter(Boolean));
+  };
+  box.addEventListener("pointermove", (event) => { if (event.target.dataset.place) look(event.target, event.clientX, event.clientY); else tip.hidden = true; });
+  let here = sample.mask.indexOf(1) - 1;  // by arrows: the first token of the policy comes first
+  box.addEventListener("keydown", (event) => {
+    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key], span = move && box.querySelector(`[data-place="${here + move}"]`);
+    if (!span) return;
+    event.preventDefault();
+    box.querySelector(".here")?.classList.remove("here");
+    here += move;
+    span.classList.add("here");
+    const place = span.getBoundingClientRect();
+    look(span, place.left, place.bottom);
   });
+  box.addEventListener("blur", () => { tip.hidden = true; });
   box.addEventListener("pointerleave", () => { tip.hidden = true; });
   const scale = by === "logprobs" ? [h("span", null, "likely"), h("i.scale", { style: { background: "linear-gradient(90deg, transparent, rgba(var(--low), .85))" } }), "−5 or less"]
     : [number(-most, 3), h("i.scale", { style: { background: "linear-gradient(90deg, rgba(var(--neg), .6), transparent, rgba(var(--pos), .6))" } }), number(most, 3)];
