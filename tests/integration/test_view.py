@@ -83,6 +83,11 @@ async def test_by_keyboard_and_in_a_narrow_window(url: str, tmp_path: Path) -> N
         await page.until("location.hash.includes('row=1')")
         await shows(page, "31.0.0.0")
         await page.until("document.activeElement.dataset.key === '1'")  # the focus outlives the drawing
+        await page.open(f"{url}#rollouts?step=3&row=4&show=tokens")
+        await page.until("!!document.querySelector('.tokens span')")
+        await page.evaluate("document.querySelector('.tokens').focus()")
+        await page.press("ArrowRight")
+        await page.until("tip.style.left.endsWith('px') && tip.innerText.includes('log-probability')")
         await page.resize(400, 800)
         for view in ("curves", "rollouts?step=3", "time", "ledger", "evals", "config"):
             await page.open(f"{url}#{view}")

@@ -174,7 +174,7 @@ class StepSamples:
     def _facts(self, row: int, sample: Sample) -> dict[str, Any]:
         advantages = np.asarray(sample.advantages)[np.asarray(sample.loss_mask)]
         facts = {name: self[name][row] for name in _SCALARS}
-        return facts | {"row": row, "advantage": float(f"{advantages.sum() / max(len(advantages), 1):.6g}")}
+        return facts | {"row": row, "advantage": round(float(advantages.sum()) / max(len(advantages), 1), 6)}
 
 
 def absence(run: Path, step: int) -> str:

@@ -374,7 +374,7 @@ function tokenView(sample, by, names) {
     const place = span.dataset.place;
     const rows = Object.keys(names).filter((name) => sample.streams[name]).map((name) => h("div", null, names[name], h("b", null, number(sample.streams[name][place]))));
     const probability = sample.mask[place] && h("div", null, "probability", h("b", null, percent(Math.exp(sample.streams.logprobs[place]))));
-    showTip(event.clientX, event.clientY, [h("span.quiet", null, `token ${place}, id ${sample.ids[place]}, ${sample.mask[place] ? "trained" : "not trained"}`), probability, rows].flat().filter(Boolean));
+    showTip(clientX, clientY, [h("span.quiet", null, `token ${place}, id ${sample.ids[place]}, ${sample.mask[place] ? "trained" : "not trained"}`), probability, rows].flat().filter(Boolean));
   };
   box.addEventListener("pointermove", (event) => { if (event.target.dataset.place) look(event.target, event.clientX, event.clientY); else tip.hidden = true; });
   let here = sample.mask.indexOf(1) - 1;  // by arrows: the first token of the policy comes first
