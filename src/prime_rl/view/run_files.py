@@ -121,10 +121,10 @@ class RunFiles:
         for path in (self.path / "incarnations").glob("*.json"):
             kind, step = "start" if path.stem == "0" else "restart", _read_json(path).get("step", "?")
             yield path.stat().st_mtime, "trainer", kind, f"starts at step {step} (incarnation {path.stem})"
-        ends: dict[str, float] = {}
+        end_times: dict[str, float] = {}
         for name, status in read_status(self.path).items():
             if status.outcome in ("finished", "stopped"):
-                ends[name] = status.since - 1
+                end_times[name] = status.since - 1
             if status.ready:
                 yield status.ready, name, "ready", "its start is over"
             if status.outcome:
@@ -136,7 +136,7 @@ class RunFiles:
         for path in (self.path / "logs").rglob("*.log"):
             for match in filter(None, map(_LOG_LINE.match, log_tail(path))):
                 time, kind = datetime.fromisoformat(match[1]).timestamp(), match[2].lower().replace("critical", "error")
-                if time < ends.get(path.stem, time + 1):  # vLLM is noisy when it is asked to stop
+                if time < end_times.get(path.stem, time + 1):  # vLLM is noisy when it is asked to stop
                     yield time, path.stem, kind, match[3][:500]
 
     def ledger(self, wanted: Wanted) -> dict[str, Any]:
