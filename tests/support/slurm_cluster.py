@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
-import time
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -51,7 +51,8 @@ class SlurmCluster:
 
     def __init__(self, root: Path, free_port: Callable[[], int]) -> None:
         self.root = root
-        self.env = {**os.environ, "SLURM_CONF": str(root / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
+        self.env = {**os.environ, "SLURM_CONF": str(root / "slurm.conf"), "PATH": path}
         ports = [free_port() for _ in NODES]
         host = os.uname().nodename
         text = CONFIG.format(root=root, host=host, port=free_port(), ports=ports, nodes=NODES)
@@ -59,6 +60,9 @@ class SlurmCluster:
         (root / "state").mkdir()
         (root / "munge.key").write_bytes(os.urandom(1024))
         (root / "munge.key").chmod(0o400)
+
+    def start(self) -> None:
+        root = self.root
         files = [f"--{name}={root}/munge.{name.removesuffix('-file')}" for name in ("key-file", "pid-file", "log-file")]
         self.run("munged", "--force", *files, f"--seed-file={root}/munge.seed", f"--socket={root}/munge.socket")
         self.run("slurmctld")
@@ -87,13 +91,6 @@ class SlurmCluster:
         words = dict(word.partition("=")[::2] for word in self.run("scontrol", "show", "job", "-o", job).split())
         return f"{words['JobState']} {words['Restarts']}"
 
-    def await_state(self, job: str, *states: str, seconds: float) -> str:
-        deadline = time.monotonic() + seconds
-        while (state := self.state(job)) not in states:
-            assert time.monotonic() < deadline, f"job {job} is {state}, not {' or '.join(states)}"
-            time.sleep(0.5)
-        return state
-
     def stop(self) -> None:
         for node in NODES:
             self.kill_node(node)
@@ -111,6 +108,7 @@ def slurm_cluster(free_port: Callable[[], int]) -> Iterator[SlurmCluster]:
         Path(name).chmod(0o755)
         cluster = SlurmCluster(Path(name), free_port)
         try:
+            cluster.start()
             yield cluster
         finally:
             cluster.stop()

@@ -1,6 +1,7 @@
 """Sections that several entrypoints have in common."""
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 from urllib.parse import urlsplit
@@ -64,6 +65,15 @@ class SlurmConfig(Section):
         dict, "Values by option, such as trainer.optim.lr: a job for each combination."
     )
     template: Path | None = option(None, "Jinja2 template of the batch script (None: prime_rl/launcher/slurm.sh.j2).")
+
+    def checks(self) -> Checks:
+        words = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", self.time or "")
+        if words is not None:  # minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]]
+            days, *parts = (int(word or 0) for word in words.groups())
+            hours, minutes, seconds = parts if words[1] or words[4] else (0, *parts[:2])
+            limit = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+            late = f"<time> {self.time} is no longer than <save_seconds> {self.save_seconds}: the run would end at once"
+            yield conflict(0 < limit <= self.save_seconds, late)
 
 
 class TenantsConfig(Section):

@@ -57,9 +57,8 @@ def variants(config: SlurmRun, base: Path) -> list[SlurmRun]:
         words = [f"{key}={value}" for key, value in zip(sweep, values, strict=True)]
         directory = config.output_dir / ",".join(words).replace("/", "_")
         try:
-            run = parse(
-                type(config), ["@", str(base), *(f"--{word}" for word in words), f"--output-dir={directory}"], {}
-            )
+            options = [f"--{word}" for word in [*words, f"output-dir={directory}"]]
+            run = parse(type(config), ["@", str(base), *options], {})
         except ConfigError as error:
             raise UserError(f"slurm.sweep, {', '.join(words)}: {'; '.join(error.problems)}") from None
         made.append(run.model_copy(update={"slurm": config.slurm}))
@@ -90,6 +89,8 @@ def render(config: SlurmRun, command: str, files: Mapping[str, str], runs: Seque
     values = {"command": command, "slurm": slurm, "gpus": gpus, "files": files, "runs": [str(run) for run in runs]}
     values |= {"logs": config.output_dir / "logs", "port": inference.server.port if inference else None}
     values["flags"] = " ".join(f"--{name}" for name in ("clean", "recover") if getattr(config, name, False))
+    resumes = isinstance(config, RLConfig) and config.ckpt is not None and config.ckpt.resume_step is not None
+    values["flags_again"] = "--recover --ckpt.resume-step None" if resumes else "--recover"
     if isinstance(config, RLConfig) and slurm.nodes > 1:
         served = 0 if inference is None else slurm.inference_nodes
         if slurm.nodes - served < 1:

@@ -6,12 +6,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prime_rl.config import EvalConfig, RLConfig, SFTConfig, parse
+from prime_rl.config import ConfigError, EvalConfig, RLConfig, SFTConfig, parse
 from prime_rl.config.inference import InferenceCommandConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher.slurm import submit
@@ -133,6 +134,7 @@ def test_a_failure_ends_the_job(cluster):
     assert status == 3
     assert "error: trainer on b ended with status 3" in said or "error: orchestrator on b ended with status 3" in said
     assert "its last words" in said
+    assert "not queued again" in said
     assert "scontrol" not in calls
     status, _, said = Job(cluster, made, LASTS="1", SERVER_TENTHS="1").end()
     assert status == 1
@@ -197,6 +199,16 @@ def test_other_commands(cluster, monkeypatch):
     job.until(lambda calls: "a inference" in calls and "d inference" in calls)
     job.signal(signal.SIGINT)
     assert job.end()[0] == 130
+
+
+@pytest.mark.parametrize(("time", "save_seconds", "refused"), [
+    ("10", 600, True), ("10:01", 600, False), ("2:00:00", 7200, True), ("1-0", 86_400, True), ("1-0:30", 86_400, False),
+])  # fmt: skip
+def test_time_to_save(time, save_seconds, refused):
+    """Contract: a time limit that leaves no time before the save is refused, in all of SLURM's forms."""
+    arguments = ["--environment-ids=x", f"--slurm.time={time}", f"--slurm.save-seconds={save_seconds}"]
+    with pytest.raises(ConfigError, match="would end at once") if refused else nullcontext():
+        parse(EvalConfig, arguments, {})
 
 
 def test_cpu_nodes_have_no_gpus(tmp_path, capsys):
