@@ -149,7 +149,7 @@ def test_the_run_is_asked_to_finish(cluster, number, requeue):
     job = Job(cluster, made, LASTS="1")
     assert f"#SBATCH --{'' if requeue else 'no-'}requeue\n#SBATCH --signal=B:USR1@600\n" in job.text
     job.until(lambda calls: all(name in calls for name in ("a inference", "b rank", "b orchestrator")))
-    (cluster / "run/weights/step_1").mkdir(parents=True)
+    (cluster / "run/recovery/step_1").mkdir(parents=True)
     job.signal(signal.Signals[f"SIG{number}"])
     status, calls, _ = job.end()
     assert {"rank finishes", "orchestrator finishes"} <= {*calls.splitlines()}
