@@ -166,7 +166,7 @@ def serve(weights: RunDirectory | str | Path, **settings: Any) -> Iterator[Serve
     Raises UserError: there are no weights, or the server does not start.
     """
     model = (weights.directory if isinstance(weights, RunDirectory) else Path(weights)).resolve()
-    directory = model.parents[1]  # of the run, of a version
+    directory = model.parent.parent  # of the run, of a version
     if not any((model / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         if (running := _server_of(open_run(model))) is not None:
             yield running
@@ -174,7 +174,7 @@ def serve(weights: RunDirectory | str | Path, **settings: Any) -> Iterator[Serve
         directory, model = model, RunDirectory(model).weights
     with TemporaryDirectory(prefix="prime-rl-") as temporary:
         config = _inference_config(model, directory, Path(temporary), settings)
-        key = config.api_key or os.environ.get("VLLM_API_KEY", "none")
+        key = config.api_key or os.environ.get("VLLM_API_KEY") or "none"
         server = Server(f"{config.server.url}/v1", config.model.name, key)
         with running_server(config, _READY_SECONDS):
             if config.lora is not None:
@@ -210,7 +210,7 @@ def evaluate(
 def _inference_config(model: Path, run: Path, output_dir: Path, settings: Mapping[str, Any]) -> InferenceConfig:
     """Return the settings of a server of a model, or of an adapter and its base model, as in the run or the deployment
     that it is of."""
-    paths = [directory / "configs" / f"{SERVER}.toml" for directory in (run, run.parents[1])]
+    paths = [directory / "configs" / f"{SERVER}.toml" for directory in (run, run.parent.parent)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -226,15 +226,17 @@ def _inference_config(model: Path, run: Path, output_dir: Path, settings: Mappin
 
 
 def _server_of(run: RunDirectory) -> Server | None:
-    """Return the server of a run that is going on; None where there is none, or it does not answer."""
+    """Return the server of a run that is going on; None where there is none, or it serves other weights."""
     path, own_key = run.directory / "configs" / "orchestrator.toml", run.directory / "key"
     if not path.is_file() or not any(name.startswith((SERVER, "orchestrator")) for name in run.running):
         return None
     config = from_files(OrchestratorConfig, path)
     key = os.environ.get(config.client.api_key_var) or (own_key.read_text() if own_key.is_file() else "none")
     root = config.client.api_roots[0]
-    with suppress(httpx.HTTPError):
-        if httpx.get(f"{root}/health", timeout=_PROBE_SECONDS, trust_env=False).is_success:
+    headers = {"Authorization": f"Bearer {key}"}
+    with suppress(httpx.HTTPError, CommitError, ValueError, KeyError):
+        served = httpx.get(f"{root}/weights", headers=headers, timeout=_PROBE_SECONDS, trust_env=False).json()
+        if weights_manifest(step_dir(run.directory / "weights", served["version"])).hash == served["hash"]:
             return Server(f"{root}/v1", config.model.name, key)
     return None
 

@@ -12,6 +12,7 @@ from prime_rl.config import OrchestratorConfig, write_toml
 from prime_rl.config.loader import from_files
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import list_steps
+from prime_rl.transport.weights import write_base_version
 from support.processes import REPOSITORY
 
 TIMEOUT = 400
@@ -63,6 +64,8 @@ def test_chat_asks_the_server_of_a_run_that_goes_on(
     values = {"model.name": str(inference_server.model), "client.base_url": inference_server.base_url}
     config = from_files(OrchestratorConfig, **values, environment={"id": "reverse-text"}, output_dir=tmp_path)
     write_toml(config, tmp_path / "configs" / "orchestrator.toml")
+    inference_server.reset()
+    write_base_version(tmp_path / "weights", inference_server.model)  # what it serves
     status = Status(tmp_path, "orchestrator")  # for others it runs as long as this process
     options = [tmp_path, "--temperature", 0]
     if way == "message":
