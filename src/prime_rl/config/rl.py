@@ -32,6 +32,11 @@ class RLConfig(RecoverableRun):
     share_gpus: bool = option(False, "Train and serve on the same GPUs: gpu_memory_utilization splits them.")
     mps: bool = option(False, "Processes on a shared GPU compute at the same time, by NVIDIA's MPS, not in turns.")
     trainer_ranks: PositiveInt | None = option(None, "Processes that train (None: one per GPU, on CPU one).")
+    nodes: PositiveInt = option(1, "Nodes of the run; the same command runs on each, with its node_rank.")
+    node_rank: NonNegativeInt | None = option(None, "Which of several nodes this is, from 0 on.", mark="one_time")
+    inference_nodes: PositiveInt = option(1, "Of several nodes, the first ones, which serve; the others train.")
+    rendezvous: str | None = option(None, "HOST:PORT of the first node that trains, where several that train meet.")
+    lost_node: Literal["wait", "end"] = option("wait", "Wait for a node that gives no sign of life, or end the run.")
     ready_timeout: PositiveFloat = option(1200.0, "Seconds until the inference server must be ready.")
     max_restarts: NonNegativeInt = option(3, "Restarts of a process in a row, while the run gets no further (0: none).")
     recovery_interval: PositiveInt | Literal["auto"] | None = option(
@@ -78,6 +83,7 @@ class RLConfig(RecoverableRun):
         resumes = self.ckpt is not None and self.ckpt.resume_step is not None
         both = "<recover> goes on from the newest state, <ckpt.resume_step> from a checkpoint: give one of them"
         yield conflict(self.recover and resumes and not self.clean, both)
+        yield from self._check_nodes()
         yield conflict(self.mps and not self.share_gpus, "<mps> is for GPUs that train and serve: give <share_gpus>")
         if "orchestrator" not in self.model_fields_set:
             return
@@ -89,6 +95,30 @@ class RLConfig(RecoverableRun):
         lengths = f"<orchestrator.seq_len> {orchestrator.seq_len} exceeds <trainer.seq_len> {trainer.seq_len}"
         yield conflict(orchestrator.seq_len > trainer.seq_len, f"{lengths}: samples would not fit a micro-batch")
         yield from orchestrator.check_loss(trainer.loss, "trainer.loss", "orchestrator.", self.bench)
+
+    def _check_nodes(self) -> Checks:
+        if self.nodes == 1:
+            yield conflict(self.node_rank is not None, "<node_rank> is for several nodes: give <nodes>, too")
+            return
+        servers = 0 if self.inference is None else self.inference_nodes
+        yield conflict(self.node_rank is None, "each of several <nodes> is given its <node_rank>, from 0 on")
+        rank = self.node_rank or 0
+        yield conflict(
+            rank >= self.nodes, f"<node_rank> {rank}: the ranks of {self.nodes} <nodes> are 0 to {self.nodes - 1}"
+        )
+        yield conflict(
+            servers >= self.nodes, f"<inference_nodes> {servers} leaves none of {self.nodes} <nodes> to train on"
+        )
+        meet = self.nodes - servers > 1 and self.rendezvous is None
+        yield conflict(meet, "several nodes that train need a <rendezvous>, HOST:PORT of the first of them")
+        alone = {
+            "slurm": self.slurm,
+            "share_gpus": self.share_gpus,
+            "bench": self.bench,
+            "trainer.tenants": self.trainer.tenants,
+        }
+        for name, setting in alone.items():
+            yield conflict(setting, f"<{name}> is for one node: leave it or <nodes> out")
 
 
 class DeploymentConfig(RLConfig):
@@ -108,6 +138,7 @@ class DeploymentConfig(RLConfig):
         self.recover = True
         one = "tenants share a trainer of one process: leave <trainer_gpus> and <trainer_ranks> out"
         yield conflict(self.trainer_gpus > 1 or (self.trainer_ranks or 1) > 1, one)
+        yield conflict(self.nodes > 1, "a deployment is on one node: leave <nodes> out")
         yield conflict(self.slurm, "a deployment is not submitted: leave <slurm> out, and start it in a job of yours")
 
 

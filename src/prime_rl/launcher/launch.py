@@ -15,6 +15,7 @@ from prime_rl.inference.server import guarded_host
 from prime_rl.launcher import preflight, rundir, slurm
 from prime_rl.launcher.console import Console
 from prime_rl.launcher.mps import mps_daemon
+from prime_rl.launcher.nodes import Nodes, node_plan
 from prime_rl.launcher.plan import HostResources, Plan, describe, headlines, lay_out, make_plan
 from prime_rl.launcher.ports import with_ports
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
@@ -44,6 +45,8 @@ def run(config: RLConfig) -> int:
         slurm.submit(config, "rl")
         return RunOutcome.SUCCESS.value
     host = HostResources.of_this_host(config.inference)
+    if config.nodes > 1:
+        return _run_on_node(config, host).value
     plan = make_plan(config, host)
     settle = partial(with_ports, config, "orchestrator.client", lay_out(config, host).ports)
     if config.dry_run:
@@ -89,7 +92,38 @@ def run(config: RLConfig) -> int:
         return _supervise(config, plan, owner).value
 
 
-def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
+def _run_on_node(config: RLConfig, host: HostResources) -> RunOutcome:
+    """Run this node's part of a run of several."""
+    nodes = Nodes(config)
+    if config.dry_run:
+        plan = node_plan(config, host, nodes, [f"http://NODE-{rank}:PORT" for rank in range(nodes.servers)])
+        say(describe(plan))
+        return RunOutcome.SUCCESS
+    with ExitStack() as exit_stack:
+        owner, urls = None, list[str]()
+        if nodes.leads:
+            owner = exit_stack.enter_context(rundir.Owner(config.output_dir))
+            _check_directory(config)
+            if config.recover and _is_finished(config):
+                say(f"this run has made its {config.max_steps} steps already: nothing is trained again")
+                return RunOutcome.SUCCESS
+            rundir.refuse_running(config.output_dir, {"trainer", "orchestrator"})
+            if _resumes(config):
+                for name in ("trainer", "orchestrator"):
+                    rundir.forget_status(config.output_dir, name)
+            else:
+                with rundir.cleaned(config.output_dir, "rl", keep_evals=not config.clean):
+                    pass
+            urls = [record.url for record in nodes.await_nodes(range(nodes.servers), say)]
+        else:
+            nodes.await_nodes(range(nodes.leader, nodes.leader + 1), say)
+        plan = node_plan(config, host, nodes, urls)
+        for path, section in plan.configs.items():
+            write_toml(section, path)
+        return _supervise(config, plan, owner, nodes)
+
+
+def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner | None, nodes: Nodes | None = None) -> RunOutcome:
     output_dir, bench, began = config.output_dir, config.bench, time.time()
     logs = {process.name: process.log for process in plan.processes}
     console, of_tenants = Console(output_dir, config.max_steps, bench, logs), dict[Path, Console]()
@@ -102,7 +136,10 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
             for line in of_tenants[directory].step_lines():
                 console.say(f"{directory.name}: {line}")
             console.steps |= of_tenants[directory].steps
-        owner.beat()
+        if owner is not None:
+            owner.beat()
+        if nodes is not None:
+            nodes.tick(supervisor, console.say)
 
     for line in headlines(config, plan):
         console.say(line)
@@ -121,8 +158,14 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
     policy = RestartPolicy(restarts, heartbeat_timeout=config.heartbeat_timeout, stall_timeout=config.stall_timeout)
     with console.region, ExitStack() as exit_stack:
         environ = os.environ | (exit_stack.enter_context(mps_daemon(output_dir)) if config.mps else {})
-        supervisor = Supervisor(plan.processes, output_dir, console.say, tick, policy, lambda: drained(config), environ)
+        supervisor = Supervisor(
+            plan.processes, output_dir, console.say, tick, policy, lambda: drained(config), environ,
+            over=lambda: nodes is None or nodes.trains,
+        )  # fmt: skip
         outcome = supervisor.run()
+        if nodes is not None:
+            outcome = nodes.outcome(outcome)
+            nodes.beat(outcome.name)
         console.look()
     words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}
     steps = len(read_metrics(metrics_path(output_dir, "trainer"))) if bench else len(console.steps)

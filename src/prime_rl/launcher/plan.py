@@ -123,7 +123,7 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
     def process(name: str, *module: str, key_variable: str = "", **more: Any) -> ProcessSpec:
         recover = [RECOVER] if config.recover and name in PAIR else []
         argv = (sys.executable, "-m", *module, "@", str(configs[name]), *recover)
-        env = _environment(config, machine, name, gpus[name], len(servers))
+        env = environment(config, machine, name, gpus[name], len(servers))
         if api_key is not None and key_variable:
             env[key_variable] = api_key
         return ProcessSpec(name, argv, config.output_dir / "logs" / f"{name}.log", env, gpus[name], **more)
@@ -214,7 +214,7 @@ def _sections(config: RLConfig, layout: Layout, servers: Mapping[str, ServerSpec
     return sections
 
 
-def _environment(
+def environment(
     config: RLConfig, machine: HostResources, name: str, gpus: Sequence[str], servers: int
 ) -> dict[str, str]:
     """Return the variables that the child gets on top of ours. What the user has set stays, except for the placement.

@@ -146,7 +146,7 @@ def log_tail(path: Path, start: int = 0) -> list[str]:
 
 class Supervisor:
     """Run processes to the end of the run. `tick` is called at every look; `drained` says what the jobs still do when
-    they are asked to stop."""
+    they are asked to stop; once no job is left, the run goes on until it is `over`."""
 
     def __init__(
         self,
@@ -157,10 +157,11 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         drained: Callable[[], str] = lambda: "the current step will be finished",
         environ: Mapping[str, str] = os.environ,
+        over: Callable[[], bool] = lambda: True,
     ) -> None:
         self._policy = policy or RestartPolicy()
         self._output_dir, self._environ = output_dir, environ
-        self._say, self._tick, self._drained = say, tick, drained
+        self._say, self._tick, self._drained, self._over = say, tick, drained, over
         self._children = {spec.name: SupervisedChild(spec) for spec in processes}
         self._interrupts = 0
         self._interrupted_at = -math.inf
@@ -185,6 +186,14 @@ class Supervisor:
     def stop(self) -> None:
         """End the run now, from any thread, without draining."""
         self._interrupts = 2
+
+    def drain(self) -> None:
+        """Ask the jobs to finish, as the first interrupt does."""
+        self._interrupts = max(self._interrupts, 1)
+
+    @property
+    def is_draining(self) -> bool:
+        return self._drain_deadline is not None
 
     def _interrupt(self, number: int, frame: object) -> None:
         """Count a request to stop once: wrappers (`uv run`, `timeout`) pass on a signal that the group got as well."""
@@ -220,7 +229,7 @@ class Supervisor:
         if self._interrupts == 1:
             return self._drain()
         failures = list(self._failures())
-        if not self._jobs_left() and not any(child.is_job for child, *_ in failures):
+        if not self._jobs_left() and not any(child.is_job for child, *_ in failures) and self._over():
             return RunOutcome.SUCCESS
         # Each is reported. Those that may help first: the run goes on without a server where another is started again.
         answers = [self._restart(*failure) for failure in sorted(failures, key=lambda failure: failure[2])]
