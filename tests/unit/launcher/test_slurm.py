@@ -19,7 +19,7 @@ from prime_rl.launcher.slurm import submit
 from support.configs import from_table
 
 ROOT = Path(__file__).parents[3]
-SAY = 'echo "$SLURMD_NODENAME $(basename "$0") $*" >> "$CALLS"\n'
+SAY = 'echo "$SLURMD_NODENAME $(basename "$0") $*${PRIME_SEED:+ with a seed}" >> "$CALLS"\n'
 # A job ends with $STATUS once the servers are up, or lasts until it is asked to finish if $LASTS.
 JOB = f"""{SAY}trap 'echo "$(basename "$0") finishes" >> "$CALLS"; exit 130' TERM
 until [[ -n ${{ALONE:-}} ]] || grep -q inference "$CALLS"; do sleep 0.05; done
@@ -97,7 +97,7 @@ class Job:
 def test_one_node_runs_the_command_itself(cluster):
     """Contract: the same run with the same supervision, on a node of the cluster; queued again it recovers."""
     made = config(cluster / "run", {"partition": "p", "time": "12:00:00", "options": ["--qos=high"]}, clean=True)
-    job = Job(cluster, made, ALONE="1", PRIME_SEED="7")
+    job = Job(cluster, made, ALONE="1")
     assert "#SBATCH --partition=p\n#SBATCH --time=12:00:00\n#SBATCH --qos=high\n" in job.text
     file = cluster / "run/configs/slurm/rl.toml"
     status, calls, _ = job.end()
@@ -109,7 +109,7 @@ def test_one_node_runs_the_command_itself(cluster):
 def test_the_first_nodes_serve_and_the_others_train(cluster):
     """Contract: the first nodes serve, the others train, the orchestrator knows all servers; they end with the jobs."""
     inference = {"tensor_parallel_size": 2, "api_key": "s3cret"}
-    job = Job(cluster, config(cluster / "run", {"nodes": 4, "inference_nodes": 2}, inference=inference))
+    job = Job(cluster, config(cluster / "run", {"nodes": 4, "inference_nodes": 2}, inference=inference), PRIME_SEED="7")
     assert "s3cret" not in job.text
     status, calls, _ = job.end()
     assert status == 0
@@ -124,6 +124,7 @@ def test_the_first_nodes_serve_and_the_others_train(cluster):
         (call,) = [line for line in lines if line.startswith(node)]
         assert [word for word in words if word not in call] == []
     assert len(lines) == 5
+    assert "with a seed" not in calls
 
 
 def test_a_failure_ends_the_job(cluster):
