@@ -1,6 +1,7 @@
 """The page: served on a port of this host, or written into one file."""
 
 import json
+import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -52,7 +53,7 @@ def listen(host: str, port: int | None) -> socket.socket:
         try:
             return socket.create_server((host, one), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason = os.strerror(error.errno or 0)
     shown = f"port {port}" if port is not None else f"ports {PORTS[0]} to {PORTS[-1]}"
     raise UserError(f"cannot listen on {shown} of {host} ({reason}): give another --port or --host")
 
@@ -84,12 +85,13 @@ def page_app(paths: Sequence[Path], token: str = "") -> FastAPI:
 
     @app.get("/api/{query}")
     def one(query: str, request: Request, run: int = 0) -> Any:
-        try:
-            if not 0 <= run < len(runs):
-                raise UserError(f"there is no run {run}: ask for api/runs first")
-            return JSONResponse(answer(list(runs.values())[run], query, request.query_params))
-        except UserError as error:
-            return JSONResponse({"error": str(error)}, status_code=404)
+        if not 0 <= run < len(runs):
+            raise UserError(f"there is no run {run}: ask for api/runs first")
+        return JSONResponse(answer(list(runs.values())[run], query, request.query_params))
+
+    @app.exception_handler(UserError)
+    def explain(request: Request, error: UserError) -> Response:
+        return JSONResponse({"error": str(error)}, status_code=404)
 
     app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app
@@ -117,7 +119,8 @@ def write_page(runs: dict[Path, str], path: Path) -> int:
         kept = sorted({steps[place * (len(steps) - 1) // (_FILE_STEPS - 1)] for place in range(_FILE_STEPS) if steps})
         answers[f"steps&run={number}"]["steps"] = kept
         for page, step in [(add("samples", step=step), step) for step in kept]:
-            page["rows"] = page.get("rows", [])[:_FILE_ROWS]
+            page["rows"] = page.get("rows", [])[:: -(-len(page.get("rows", [])) // _FILE_ROWS) or 1]
+            page["total"] = len(page["rows"])
             for row in page["rows"]:
                 add("sample", row=row["row"], step=step)
     html, style, script = ((STATIC / name).read_text() for name in ("index.html", "style.css", "view.js"))
