@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from prime_rl import RLConfig, open_run
+from prime_rl import RLConfig, open_run, run
 from prime_rl.api import _inference_config
 from prime_rl.config import ConfigError, parse, to_toml
 from prime_rl.errors import UserError
@@ -57,15 +57,23 @@ def test_a_configuration_from_python_is_that_of_the_command_line() -> None:
         RLConfig(orchestrator=ENVIRONMENT, trainer=made.trainer)
 
 
-def commit_samples(run: Path, step: int, rewards: list[float]) -> None:
+def test_a_run_that_cannot_work_is_refused(tmp_path: Path) -> None:
+    """Contract: as `rl` refuses it, before anything starts or is written."""
+    config = RLConfig(output_dir=tmp_path / "run", orchestrator={"environment": {"id": "no-such-environment"}})
+    with pytest.raises(UserError, match="environment no-such-environment is not installed"):
+        run(config)
+    assert not config.output_dir.exists()
+
+
+def commit_samples(directory: Path, step: int, rewards: list[float]) -> None:
     tokens = {"input_ids": [1, 2], "loss_mask": [False, True], "logprobs": [0.0, -1.0], "advantages": [0.0, 1.0]}
     rows = [Sample(f"{step}.{n}", "g", "t", "e", [step], **tokens, temperature=1.0, reward=reward)
             for n, reward in enumerate(rewards)]  # fmt: skip
-    write_batch(run / "rollouts", step, rows)
+    write_batch(directory / "rollouts", step, rows)
 
 
-def write_metrics(run: Path, process: str, *rows: dict[str, float]) -> None:
-    path = run / "metrics" / f"{process}.jsonl"
+def write_metrics(directory: Path, process: str, *rows: dict[str, float]) -> None:
+    path = directory / "metrics" / f"{process}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -78,9 +86,12 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path, place: str) -> None:
     directory = tmp_path / place
     (directory / "configs").mkdir(parents=True)
     (directory / "configs" / "trainer.toml").write_text('max_steps = 3\n[model]\nname = "m"\n')
-    run = open_run(directory)
-    assert (run.steps, run.running, run.evals.num_rows) == ([], [], 0)
-    for look, problem in ((run.samples, r"none yet"), (run.metrics, r"no metrics of trainer \(there: none yet\)")):
+    opened = open_run(directory)
+    assert (opened.steps, opened.running, opened.evals.num_rows) == ([], [], 0)
+    for look, problem in (
+        (opened.samples, r"none yet"),
+        (opened.metrics, r"no metrics of trainer \(there: none yet\)"),
+    ):
         with pytest.raises(UserError, match=problem):
             look()
     write_metrics(directory, "trainer", {"step": 0, "loss": 1}, {"step": 1, "loss": 0.5, "entropy": 2.0})
@@ -90,18 +101,18 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path, place: str) -> None:
     for step in (1, 2):
         commit_samples(directory, step, [0.0, float(step)])
     (directory / "rollouts" / ".step_3.tmp-abc").mkdir()
-    assert run.config == {"trainer": {"max_steps": 3, "model": {"name": "m"}}}
-    assert run.metrics().to_pydict() == {"step": [0, 1], "loss": [1.0, 0.5], "entropy": [None, 2.0]}
-    assert run.evals.to_pylist() == [{"step": 0, "eval/e/avg@1": 0.25}]
-    assert run.steps == [1, 2]
-    assert run.samples()["reward"].to_pylist() == [0.0, 2.0]
-    assert run.samples(step=1)["sample_id"].to_pylist() == ["1.0", "1.1"]
+    assert opened.config == {"trainer": {"max_steps": 3, "model": {"name": "m"}}}
+    assert opened.metrics().to_pydict() == {"step": [0, 1], "loss": [1.0, 0.5], "entropy": [None, 2.0]}
+    assert opened.evals.to_pylist() == [{"step": 0, "eval/e/avg@1": 0.25}]
+    assert opened.steps == [1, 2]
+    assert opened.samples()["reward"].to_pylist() == [0.0, 2.0]
+    assert opened.samples(step=1)["sample_id"].to_pylist() == ["1.0", "1.1"]
     with pytest.raises(UserError, match=r"no samples of step 0 \(there: 1, 2\)"):
-        run.samples(step=0)
+        opened.samples(step=0)
     file = directory / "rollouts" / "step_1" / "samples.arrow"
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(UserError, match="samples of step 1: .*bytes, the manifest says"):
-        run.samples(step=1)
+        opened.samples(step=1)
 
 
 def test_weights_are_the_newest_with_files(tmp_path: Path, tiny_model: Path) -> None:
@@ -133,8 +144,8 @@ def test_a_server_is_as_the_one_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "run" / "configs" / "inference.toml").write_text("\n".join(lines))
     adapter, more = tenant / "weights" / "step_1", {"seed": 5}
     adapter.mkdir(parents=True)
-    for run in (tmp_path / "run", tenant):
-        config = _inference_config(tmp_path / "model", run, tmp_path / "out", more)
+    for directory in (tmp_path / "run", tenant):
+        config = _inference_config(tmp_path / "model", directory, tmp_path / "out", more)
         assert (config.model.name, config.lora, config.replica) == (str(tmp_path / "model"), None, 0)
         assert (config.max_model_len, config.seed, config.output_dir) == (256, 5, tmp_path / "out")
         assert config.server.port != 8001
