@@ -49,7 +49,7 @@ def name_and_version(pin: Requirement) -> str:
 
 
 def hashes() -> dict[str, list[str]]:
-    """Return, by name and version, the hashes of the wheels that fit the platform; of the source where there is none."""
+    """Return, by name and version, the hashes of the wheels for the platform; of the source where there is none."""
     tags: set[Tag] = {*cpython_tags(PYTHON, platforms=PLATFORMS), *compatible_tags(PYTHON, "cp312", PLATFORMS)}
     found = {}
     for package in tomllib.loads((ROOT / "uv.lock").read_text())["package"]:
@@ -67,7 +67,15 @@ def build_lock() -> str:
     """Resolve what the images are built by, as of the date that freezes the project's resolution."""
     frozen = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["exclude-newer"]
     command = ["uv", "pip", "compile", "--quiet", "--generate-hashes", "--no-header", "--no-annotate", "--no-config"]
-    command += ["--exclude-newer", frozen, "--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_28", "-"]
+    command += [
+        "--exclude-newer",
+        frozen,
+        "--python-version",
+        "3.12",
+        "--python-platform",
+        "x86_64-manylinux_2_28",
+        "-",
+    ]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, input=BUILD).stdout
 
 
@@ -86,7 +94,9 @@ def main() -> None:
         path, pins = LOCKS / f"{target}.txt", sorted(map(name_and_version, exported(arguments)))
         if check:
             if differing := pins_in(path.read_text()) ^ set(pins):
-                sys.exit(f"{path.relative_to(ROOT)} differs from uv.lock: {', '.join(sorted(differing))}; run {__file__}")
+                sys.exit(
+                    f"{path.relative_to(ROOT)} differs from uv.lock: {', '.join(sorted(differing))}; run {__file__}"
+                )
             continue
         lines = [" \\\n    ".join([pin, *(f"--hash={each}" for each in of[pin])]) for pin in pins]
         path.write_text(HEAD.format(target) + "\n".join(lines) + "\n")
