@@ -108,6 +108,9 @@ def test_a_run_on_kubernetes_fits_together(overlay: Path) -> None:
     assert "Secret" not in {kind for kind, _ in of}
     assert {str(config.output_dir) for config in configs.values()} == {data["output-dir"]}
     assert len({config.model.name for config in configs.values()}) == 1
+    assert configs["trainer"].recover
+    assert configs["trainer"].recovery_interval == "auto"  # else an evicted trainer starts over
+    assert configs["orchestrator"].recover
     assert configs["orchestrator"].max_steps == configs["trainer"].max_steps
     service, servers = of["Service", "inference"]["spec"], of["StatefulSet", "inference"]["spec"]
     assert servers["serviceName"] == "inference"
