@@ -82,9 +82,11 @@ def messages(
     split: list[dict[str, Any]] = []
     role, start, naming = "", 0, False
 
+    def text_of(end: int, special_text: str = "") -> str:
+        return "".join(special_text if ids[one] in special else texts[one] for one in range(start, end))
+
     def close(end: int) -> None:
-        text = "".join(text for one, text in zip(ids[start:end], texts[start:end], strict=True) if one not in special)
-        if text.strip():
+        if (text := text_of(end)).strip():
             sampled = any(mask[start:end])
             name = role or ("assistant" if sampled else "prompt")
             split.append({"role": name, "text": text.strip("\n"), "start": start, "end": end, "sampled": sampled})
@@ -93,7 +95,7 @@ def messages(
         name = special.get(token, "")
         own_role = next((one for one in _ROLES if one in name.lower()), "")
         if any(mark in name for mark in _NAME_ENDS) or (naming and "\n" in texts[place]):
-            role, start, naming = "".join(texts[start : place + 1]).replace(name, "").strip() or role, place + 1, False
+            role, start, naming = text_of(place + 1, " ").strip() or role, place + 1, False
         elif own_role or any(mark in name for mark in (*_OPENS, *_CLOSES)):
             close(place)
             role, start, naming = own_role, place + 1, any(mark in name for mark in _OPENS)

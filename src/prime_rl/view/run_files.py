@@ -34,8 +34,7 @@ _EPISODE = "e.id, env, task_id, e.state, reason, detail, e.step, first, last, to
 _EPISODES = "FROM episodes e JOIN groups g ON g.number = group_number WHERE"
 _TERMS = {"env": "env = ?", "outcome": f"{_OUTCOME} = ?", "step": "e.step = ?", "low": "reward >= ?"}
 
-Wanted = Mapping[str, str]
-"""The parameters of a request."""
+Wanted = Mapping[str, str]  # the parameters of a request
 
 
 class RunFiles:

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from prime_rl.monitor.monitor import Tail
 
-Floats = npt.NDArray[np.float64]
-
 
 class MetricColumns:
     """The columns of one metrics file. Only what was added since the last call is read; half a line waits."""
@@ -73,6 +71,6 @@ class MetricColumns:
         }
 
 
-def _short(values: Floats) -> list[float]:
+def _short(values: npt.NDArray[np.float64]) -> list[float]:
     """Return numbers with the digits that a screen can show; times (unix seconds) need more."""
     return [float(f"{value:.14g}" if value > 1e9 else f"{value:.6g}") for value in values.tolist()]

@@ -73,6 +73,9 @@ def test_templates_of_other_families() -> None:
     assert messages(texts, [1, 9, 2, 8, 3], [False] * 5, header)[0] | {"text": "Hi"} == {
         "role": "user", "text": "Hi", "start": 3, "end": 4, "sampled": False,
     }  # fmt: skip
+    harmony = {1: "<|start|>", 2: "<|channel|>", 3: "<|message|>", 4: "<|end|>"}
+    texts = ["<|start|>", "assistant", "<|channel|>", "final", "<|message|>", "Yes", "<|end|>"]
+    assert messages(texts, [1, 7, 2, 8, 3, 9, 4], [False] * 7, harmony)[0]["role"] == "assistant final"
     own = messages(
         ["<|user|>", "Hi", "<|assistant|>", "Yes"],
         [1, 9, 2, 8],

@@ -342,7 +342,7 @@ function sampleView(sample, run) {
   return [facts, bar, missing, view === "tokens" ? tokenView(sample, by, own) : sample.messages.map(messageView)].flat().filter(Boolean);
 }
 function messageView(message) {
-  const color = { model: "assistant", developer: "system", ipython: "tool", observation: "tool" }[message.role] || message.role;
+  const color = { model: "assistant", developer: "system", ipython: "tool", observation: "tool" }[message.role] || message.role.split(" ")[0];
   const parts = message.text.split(/(<think>[\s\S]*?(?:<\/think>|$)|<tool_call>[\s\S]*?(?:<\/tool_call>|$)|<tool_response>[\s\S]*?(?:<\/tool_response>|$))/);
   const body = parts.filter((part) => part.trim()).map((part) => {
     const [, tag, inside] = part.match(/^<(think|tool_call|tool_response)>([\s\S]*?)(?:<\/\1>)?$/) || [];
