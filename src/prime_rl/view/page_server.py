@@ -23,8 +23,7 @@ PORTS = range(8800, 8900)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _COOKIE = "prime_rl_view"
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
-    "frame-ancestors 'none'; base-uri 'none'",
+    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'",
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",

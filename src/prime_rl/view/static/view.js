@@ -5,7 +5,8 @@
 const COLORS = ["#4a78d6", "#dd7a2a", "#2f9e78", "#c2519f", "#8a77e6", "#b8951f", "#3a9fc4", "#d05c5c"];
 const POLL_SECONDS = 3, POINTS = 500, TOKENS = 3000;
 const CHARTS = [
-  ["Reward", "orchestrator:reward/mean"], ["Evaluation", /^orchestrator:eval\/.*\/avg@\d+$/],
+  ["Reward", "orchestrator:reward/mean"], ["Reward of", /^orchestrator:reward\/(?!mean$)[^/]+\/mean$/],
+  ["Evaluation", /^orchestrator:eval\/.*\/avg@\d+$/],
   ["Loss", "trainer:loss/mean"], ["Entropy", "trainer:entropy/all/mean"],
   ["KL, sampler to policy", "trainer:mismatch_kl/all/mean"], ["KL to reference", "trainer:ref_kl/mean"],
   ["Reply length, tokens", "orchestrator:num_output_tokens/mean"], ["Cut off, share", "orchestrator:is_truncated/mean"],
@@ -13,19 +14,21 @@ const CHARTS = [
   ["Sampled, tokens/s", "orchestrator:perf/throughput"], ["Step, seconds", "trainer:time/step"],
   ["Off-policy steps", "orchestrator:off_policy/mean"], ["Failed episodes, share", "orchestrator:errors/rate"],
   ["All attempts solved, share", "orchestrator:solved_all"], ["Learning rate", "trainer:optim/lr"],
-  ["Reward of", /^orchestrator:reward\/(?!mean$)[^/]+\/mean$/],
 ];
 const PARTS = {  // of a step's seconds: label, colour, from the columns of its row
   trainer: [
     ["forward and backward", "#4a78d6", (row) => row["time/forward_backward"]], ["optimizer", "#3a9fc4", (row) => row["time/optimizer"]],
     ["waits for a batch", "#b8bcc4", (row) => Math.max(0, row["time/wait_for_batch"] - row["time/read_batch"])],
-    ["reads the batch", "#8a77e6", (row) => row["time/read_batch"]], ["weight sync", "#dd7a2a", (row) => row["time/export"] + row["time/logprob_check"]],
+    ["reads the batch", "#8a77e6", (row) => row["time/read_batch"]],
+      ["weight sync", "#dd7a2a", (row) => row["time/export"] + row["time/logprob_check"]],
     ["checkpoint", "#c2519f", (row) => row["time/save_ckpt"]]],
   orchestrator: [
-    ["engines: no episode in flight", "#b8bcc4", (row) => row["time/idle"]], ["engines: load weights", "#dd7a2a", (row) => row["time/update_pause"]],
+    ["engines: no episode in flight", "#b8bcc4", (row) => row["time/idle"]],
+      ["engines: load weights", "#dd7a2a", (row) => row["time/update_pause"]],
     ["engines sample", "#2f9e78", (row) => Math.max(0, row["time/step"] - row["time/idle"] - row["time/update_pause"])]],
 };
-const KIND_COLORS = { error: "#d04a40", restart: "#d04a40", warning: "#d69a1e", checkpoint: "#c2519f", start: "#2f9e78", ready: "#2f9e78", end: "#8b9099" };
+const KIND_COLORS = { error: "#d04a40", restart: "#d04a40", warning: "#d69a1e", checkpoint: "#c2519f", start: "#2f9e78", ready: "#2f9e78",
+  end: "#8b9099" };
 
 // -- elements and numbers ----------------------------------------------------------------------------------------------
 
@@ -74,7 +77,8 @@ function fromFile(query, wanted) {
     const every = FILE[`series&run=${wanted.run}`], [low, high] = [wanted.low || -Infinity, wanted.high || Infinity];
     return Object.fromEntries(wanted.keys.split("|").filter((key) => every[key]).map((key) => {
       const inside = every[key].step.map((step) => step >= low && step <= high);
-      return [key, Object.fromEntries(Object.entries(every[key]).map(([name, values]) => [name, values.filter((_, place) => inside[place])]))];
+      const kept = Object.entries(every[key]).map(([name, values]) => [name, values.filter((_, place) => inside[place])]);
+      return [key, Object.fromEntries(kept)];
     }));
   }
   const used = { samples: ["step"], sample: ["step", "row"] }[query] || [];
@@ -96,7 +100,8 @@ function go(changes, view = address().view) {
   location.hash = link(view, { ...(view === address().view ? address().wanted : {}), ...changes });
 }
 const hidden = () => new Set((address().wanted.hide || "").split(",").filter(Boolean).map(Number));
-const shownRuns = () => runs.map((run, place) => ({ ...run, place, color: COLORS[place % COLORS.length] })).filter((run) => !hidden().has(run.place));
+const shownRuns = () =>
+  runs.map((run, place) => ({ ...run, place, color: COLORS[place % COLORS.length] })).filter((run) => !hidden().has(run.place));
 const current = () => runs[+address().wanted.run || 0] ? +address().wanted.run || 0 : 0;
 
 // -- charts ------------------------------------------------------------------------------------------------------------
@@ -105,7 +110,9 @@ function ticks(low, high, count) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= rough * 0.7);
   const found = [];
-  for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step * 1e-9; value += step) found.push(Math.abs(value) < step * 1e-9 ? 0 : value);
+  for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step * 1e-9; value += step) {
+    found.push(Math.abs(value) < step * 1e-9 ? 0 : value);
+  }
   return found;
 }
 function smooth(values, weight) {
@@ -127,20 +134,26 @@ function lineChart(lines, { weight = 0, label = "", onzoom, onpick } = {}) {
   if (first === last) [first, last] = [first - 1, last + 1];
   const x = (step) => left + (step - first) / (last - first) * (width - left - right);
   const y = (value) => 6 + (high - value) / (high - low) * (height - 6 - bottom);
-  const path = (steps, values) => steps.map((step, place) => `${place ? "L" : "M"}${x(step).toFixed(1)} ${y(values[place]).toFixed(1)}`).join("");
+  const path = (steps, values) =>
+    steps.map((step, place) => `${place ? "L" : "M"}${x(step).toFixed(1)} ${y(values[place]).toFixed(1)}`).join("");
   for (const value of ticks(low, high, 4)) svg.append(h("line.axis", { x1: left, x2: width - right, y1: y(value), y2: y(value) }),
     h("text", { x: left - 5, y: y(value) + 3.5, "text-anchor": "end" }, number(+value.toPrecision(6), 3)));
-  for (const step of ticks(first, last, 5).filter(Number.isInteger)) svg.append(h("text", { x: x(step), y: height - 3, "text-anchor": x(step) > width - 20 ? "end" : "middle" }, number(step)));
+  for (const step of ticks(first, last, 5).filter(Number.isInteger)) svg.append(h("text",
+    { x: x(step), y: height - 3, "text-anchor": x(step) > width - 20 ? "end" : "middle" }, number(step)));
   for (const line of drawn) {
-    if (line.min && line.min.some((value, place) => value < line.max[place])) svg.append(h("path", { d: `${path(line.step, line.max)}${path([...line.step].reverse(), [...line.min].reverse()).replace("M", "L")}Z`, fill: line.color, opacity: weight ? 0.1 : 0.2 }));
+    if (line.min && line.min.some((value, place) => value < line.max[place])) svg.append(h("path",
+      { d: `${path(line.step, line.max)}${path([...line.step].reverse(), [...line.min].reverse()).replace("M", "L")}Z`, fill: line.color,
+      opacity: weight ? 0.1 : 0.2 }));
     else if (weight) svg.append(h("path", { d: path(line.step, line.value), fill: "none", stroke: line.color, opacity: 0.25 }));
-    svg.append(h("path", { d: path(line.step, line.shown), fill: "none", stroke: line.color, "stroke-width": 1.5, "stroke-linejoin": "round" }));
+    svg.append(h("path", { d: path(line.step, line.shown), fill: "none", stroke: line.color, "stroke-width": 1.5,
+      "stroke-linejoin": "round" }));
     if (line.step.length === 1) svg.append(h("circle", { cx: x(line.step[0]), cy: y(line.value[0]), r: 2.5, fill: line.color }));
   }
   const cross = h("line.cross", { y1: 6, y2: height - bottom, visibility: "hidden" });
   const drag = h("rect.drag", { y: 6, height: height - bottom - 6, visibility: "hidden" });
   svg.append(cross, drag);
-  const nearest = (line, step) => line.step.reduce((best, one, place) => (Math.abs(one - step) < Math.abs(line.step[best] - step) ? place : best), 0);
+  const nearest = (line, step) =>
+    line.step.reduce((best, one, place) => (Math.abs(one - step) < Math.abs(line.step[best] - step) ? place : best), 0);
   let at = null, from = null;
   const point = (event) => {
     const box = svg.getBoundingClientRect();
@@ -156,13 +169,15 @@ function lineChart(lines, { weight = 0, label = "", onzoom, onpick } = {}) {
       return h("div", null, h("i", { style: { "--color": line.color } }), line.label, h("b", null, number(line.value[place]) + range));
     }));
   };
-  const leave = () => { tip.hidden = true; at = from = null; cross.setAttribute("visibility", "hidden"); drag.setAttribute("visibility", "hidden"); };
+  const leave = () => { tip.hidden = true; at = from = null; cross.setAttribute("visibility", "hidden");
+    drag.setAttribute("visibility", "hidden"); };
   svg.addEventListener("pointerdown", (event) => { from = point(event); svg.setPointerCapture(event.pointerId); });
   svg.addEventListener("pointermove", (event) => {
     look(point(event), event.clientX, event.clientY);
     if (from == null || !onzoom) return;
     const [one, other] = [x(from), x(point(event))];
-    drag.setAttribute("x", Math.min(one, other)); drag.setAttribute("width", Math.abs(one - other)); drag.setAttribute("visibility", "visible");
+    drag.setAttribute("x", Math.min(one, other)); drag.setAttribute("width", Math.abs(one - other));
+      drag.setAttribute("visibility", "visible");
   });
   svg.addEventListener("pointerup", (event) => {
     const to = point(event), start = from;
@@ -199,46 +214,62 @@ function stackedBars(step, parts) {
   const high = Math.min(sorted.at(-1), (sorted[Math.floor(sorted.length / 2)] || 1) * 5) * 1.05 || 1;  // a start-up is cut off
   const bar = (width - left) / step.length, y = (value) => 4 + (1 - Math.min(value, high) / high) * (height - 4 - bottom);
   const svg = h("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "seconds of each step by what took them" });
-  for (const value of ticks(0, high, 3)) svg.append(h("line.axis", { x1: left, x2: width, y1: y(value), y2: y(value) }), h("text", { x: left - 5, y: y(value) + 3.5, "text-anchor": "end" }, `${number(+value.toPrecision(5), 3)} s`));
+  for (const value of ticks(0, high, 3)) svg.append(h("line.axis", { x1: left, x2: width, y1: y(value), y2: y(value) }),
+    h("text", { x: left - 5, y: y(value) + 3.5, "text-anchor": "end" }, `${number(+value.toPrecision(5), 3)} s`));
   step.forEach((one, place) => {
     let below = 0;
-    const column = h("g", { onpointermove: (event) => showTip(event.clientX, event.clientY, h("span.quiet", null, `step ${number(one)}: ${number(totals[place], 3)} s`),
-      parts.map((part) => h("div", null, h("i", { style: { "--color": part.color } }), part.label, h("b", null, `${number(part.value[place], 3)} s`)))), onpointerleave: () => { tip.hidden = true; } },
+    const column = h("g", { onpointermove: (event) => showTip(event.clientX, event.clientY,
+      h("span.quiet", null, `step ${number(one)}: ${number(totals[place], 3)} s`),
+      parts.map((part) => h("div", null, h("i", { style: { "--color": part.color } }), part.label,
+        h("b", null, `${number(part.value[place], 3)} s`)))), onpointerleave: () => { tip.hidden = true; } },
     h("rect", { x: left + place * bar, y: 4, width: bar, height: height - 4 - bottom, fill: "transparent" }));
     for (const part of parts) {
       const top = y(below + part.value[place]), size = y(below) - top;
       below += part.value[place];
-      if (size > 0.05) column.append(h("rect", { x: left + place * bar + Math.min(0.5, bar / 8), y: top, width: Math.max(bar - Math.min(1, bar / 4), 0.5), height: size, fill: part.color }));
+      if (size > 0.05) column.append(h("rect",
+        { x: left + place * bar + Math.min(0.5, bar / 8), y: top, width: Math.max(bar - Math.min(1, bar / 4), 0.5), height: size,
+        fill: part.color }));
     }
     svg.append(column);
-    if (place % Math.ceil(step.length * 80 / width) === 0) svg.append(h("text", { x: left + (place + 0.5) * bar, y: height - 3, "text-anchor": "middle" }, number(one)));
+    if (place % Math.ceil(step.length * 80 / width) === 0) svg.append(h("text",
+      { x: left + (place + 0.5) * bar, y: height - 3, "text-anchor": "middle" }, number(one)));
   });
   return svg;
 }
 const wide = () => Math.max(300, main.clientWidth - 66);
-const legend = (items) => h("div.legend", null, items.map(([label, color, value]) => h("span", null, h("i", { style: { "--color": color } }), label, value != null && h("b", null, value))));
+const legend = (items) => h("div.legend", null,
+  items.map(([label, color, value]) => h("span", null, h("i", { style: { "--color": color } }), label, value != null
+  && h("b", null, value))));
 
 // -- forms -------------------------------------------------------------------------------------------------------------
 
 const field = (label, control) => h("label", null, label, control);
-const range = (label, attributes) => h("span.range", null, `${label} from`, input("low", { label: `${label} from`, ...attributes }), "to", input("high", { label: `${label} to`, ...attributes }));
+const range = (label, attributes) => h("span.range", null, `${label} from`, input("low", { label: `${label} from`, ...attributes }), "to",
+  input("high", { label: `${label} to`, ...attributes }));
 function input(name, { label = name, ...attributes } = {}) {
-  return h("input", { type: "number", step: "any", "aria-label": label, value: address().wanted[name] ?? "", onchange: (event) => go({ [name]: event.target.value, offset: "", row: "" }), ...attributes });
+  return h("input", { type: "number", step: "any", "aria-label": label, value: address().wanted[name] ?? "",
+    onchange: (event) => go({ [name]: event.target.value, offset: "", row: "" }), ...attributes });
 }
 function choice(name, options, attributes = {}) {
   const value = address().wanted[name] ?? "";
-  return h("select", { "aria-label": attributes.label || name, onchange: (event) => go({ [name]: event.target.value, offset: "", ...attributes.reset }) },
+  return h("select", { "aria-label": attributes.label || name,
+    onchange: (event) => go({ [name]: event.target.value, offset: "", ...attributes.reset }) },
     options.map(([key, text]) => h("option", { value: key, selected: String(key) === value }, text)));
 }
 function segments(name, options, label) {
   const value = address().wanted[name] || options[0][0];
-  return h("span.segments", { role: "group", "aria-label": label }, options.map(([key, text]) => h("button", { type: "button", "aria-pressed": String(key === value), onclick: () => go({ [name]: key, offset: "" }) }, text)));
+  return h("span.segments", { role: "group", "aria-label": label },
+    options.map(([key, text]) => h("button",
+    { type: "button", "aria-pressed": String(key === value), onclick: () => go({ [name]: key, offset: "" }) }, text)));
 }
-const runChoice = () => runs.length > 1 && field("run", choice("run", runs.map((run, place) => [place || "", run.name]), { label: "run", reset: { row: "", step: "" } }));
+const runChoice = () => runs.length > 1 && field("run",
+  choice("run", runs.map((run, place) => [place || "", run.name]), { label: "run", reset: { row: "", step: "" } }));
 const note = (text, kind = "quiet") => h(`p.${kind}`, null, text);
 function table(head, rows, numeric = []) {
-  return h("div.scroll", null, h("table", null, h("thead", null, h("tr", null, head.map((text, place) => h(numeric.includes(place) ? "th.n" : "th", null, text)))),
-    h("tbody", null, rows.map((row) => (row instanceof Node ? row : h("tr", null, row.map((cell, place) => h(numeric.includes(place) ? "td.n" : "td.text", null, cell))))))));
+  return h("div.scroll", null, h("table", null,
+    h("thead", null, h("tr", null, head.map((text, place) => h(numeric.includes(place) ? "th.n" : "th", null, text)))),
+    h("tbody", null, rows.map((row) => (row instanceof Node ? row
+      : h("tr", null, row.map((cell, place) => h(numeric.includes(place) ? "td.n" : "td.text", null, cell))))))));
 }
 
 // -- curves ------------------------------------------------------------------------------------------------------------
@@ -249,7 +280,9 @@ async function curves(wanted) {
     ? keys.filter((one) => key.test(one)).map((one) => [`${title} ${one.split("/")[1]}`, one]) : keys.includes(key) ? [[title, key]] : []));
   const chosen = new Set(charts.map(([, key]) => key));
   charts.push(...extra.filter((key) => keys.includes(key) && !chosen.has(key)).map((key) => [key.split(":")[1], key]));
-  const data = await Promise.all(shownRuns().map(async (run) => [run, await get("series", { run: run.place, points: POINTS, low: wanted.low, high: wanted.high, keys: charts.map(([, key]) => key).filter((key) => run.keys.includes(key)).join("|") })]));
+  const data = await Promise.all(shownRuns().map(async (run) => [run,
+    await get("series", { run: run.place, points: POINTS, low: wanted.low, high: wanted.high,
+    keys: charts.map(([, key]) => key).filter((key) => run.keys.includes(key)).join("|") })]));
   const weight = +(wanted.smooth || 0);
   const onpick = (step) => go({ step, run: shownRuns()[0].place || "" }, "rollouts"), onzoom = (low, high) => go({ low, high });
   const bar = h("form.bar", { onsubmit: (event) => event.preventDefault() },
@@ -257,13 +290,21 @@ async function curves(wanted) {
     h("button", { type: "button", disabled: !wanted.low && !wanted.high, onclick: () => go({ low: "", high: "" }) }, "All steps"),
     field("smooth", choice("smooth", [["", "no"], ["0.6", "a little"], ["0.9", "much"], ["0.98", "very much"]])),
     h("span.quiet.optional", null, "drag: zoom · click, or ← → and Enter: rollouts of that step"));
-  const cards = charts.map(([title, key]) => h("section.card", null, h("h2", null, h("span", { title }, title), h("code", { title: key }, key.split(":")[1])),
-    lineChart(data.filter(([, series]) => series[key]).map(([run, series]) => ({ label: run.name, color: run.color, ...series[key] })), { weight, label: `${title} over steps`, onpick, onzoom })));
+  const cards = charts.map(([title, key]) => h("section.card", null,
+    h("h2", null, h("span", { title }, title), h("code", { title: key }, key.split(":")[1])),
+    lineChart(data.filter(([, series]) => series[key]).map(([run, series]) => ({ label: run.name, color: run.color, ...series[key] })),
+      { weight, label: `${title} over steps`, onpick, onzoom })));
   const rest = keys.filter((key) => !chosen.has(key) && !key.endsWith(":time"));
-  const boxes = rest.map((key) => h("label", null, h("input", { type: "checkbox", checked: extra.includes(key), onchange: (event) => go({ more: (event.target.checked ? [...extra, key] : extra.filter((one) => one !== key)).join("|") }) }), key));
-  const filter = h("input", { type: "search", placeholder: "part of a name", "aria-label": "filter metrics", oninput: (event) => boxes.forEach((box, place) => { box.hidden = !rest[place].includes(event.target.value); box.style.display = box.hidden ? "none" : ""; }) });
-  const more = h("details.card", { style: { "margin-top": "10px" }, open: moreOpen, ontoggle: (event) => { moreOpen = event.target.open; } }, h("summary", null, `${rest.length} more metrics`), filter, h("div.more", null, boxes));
-  return [bar, charts.length ? h("div.grid", null, cards) : note("No metrics yet: they come with the first step."), rest.length ? more : null];
+  const boxes = rest.map((key) => h("label", null,
+    h("input", { type: "checkbox", checked: extra.includes(key),
+    onchange: (event) => go({ more: (event.target.checked ? [...extra, key] : extra.filter((one) => one !== key)).join("|") }) }), key));
+  const filter = h("input", { type: "search", placeholder: "part of a name", "aria-label": "filter metrics",
+    oninput: (event) => boxes.forEach((box, place) => { box.hidden = !rest[place].includes(event.target.value); box.style.display = box.hidden ? "none" : ""; }) });
+  const more = h("details.card", { style: { "margin-top": "10px" }, open: moreOpen,
+    ontoggle: (event) => { moreOpen = event.target.open; } }, h("summary", null, `${rest.length} more metrics`), filter,
+    h("div.more", null, boxes));
+  return [bar, charts.length ? h("div.grid", null, cards) : note("No metrics yet: they come with the first step."), rest.length ? more
+    : null];
 }
 let moreOpen = false;
 
@@ -278,17 +319,24 @@ async function rollouts(wanted) {
     page = episodes ? await get("episodes", { ...filters, outcome: wanted.outcome, step: wanted.step })
       : await get("samples", { ...filters, step, sort: wanted.sort, cut: wanted.cut, group: wanted.group, text: wanted.text });
   } catch (error) { problem = error.message; }
-  const envs = page?.envs || runs[run].envs, before = known.steps.filter((one) => one < step).at(-1), after = known.steps.find((one) => one > step);
-  const turn = (to, text) => h("button", { type: "button", "aria-label": text, disabled: to === undefined, onclick: () => go({ step: to, offset: "", row: "", group: "" }) }, text === "step before" ? "‹" : "›");
+  const envs = page?.envs || runs[run].envs, before = known.steps.filter((one) => one < step).at(-1),
+    after = known.steps.find((one) => one > step);
+  const turn = (to, text) => h("button", { type: "button", "aria-label": text, disabled: to === undefined,
+    onclick: () => go({ step: to, offset: "", row: "", group: "" }) }, text === "step before" ? "‹" : "›");
   const bar = h("form.bar", { onsubmit: (event) => event.preventDefault() }, runChoice(),
     !FILE && segments("list", [["samples", "Samples of a step"], ["episodes", "Episodes of all steps"]], "list"),
-    h("label", null, "step", !episodes && turn(before, "step before"), input("step", { value: episodes ? wanted.step ?? "" : step, min: 0, step: 1 }), !episodes && turn(after, "step after")),
-    FILE ? null : [envs.length > 1 && field("environment", choice("env", [["", "all"], ...envs.map((env) => [env, env])], { label: "environment" })),
+    h("label", null, "step", !episodes && turn(before, "step before"),
+      input("step", { value: episodes ? wanted.step ?? "" : step, min: 0, step: 1 }), !episodes && turn(after, "step after")),
+    FILE ? null : [envs.length > 1 && field("environment",
+      choice("env", [["", "all"], ...envs.map((env) => [env, env])], { label: "environment" })),
       range("reward"),
-      episodes ? field("outcome", choice("outcome", [["", "all"], ...(page?.outcomes || []).map((one) => [one, one === "batched" ? "trained" : one])]))
-        : [field("sort", choice("sort", [["", "as trained"], ["reward", "reward, lowest first"], ["-reward", "reward, highest first"], ["-length", "longest first"], ["length", "shortest first"]])),
+      episodes ? field("outcome", choice("outcome",
+        [["", "all"], ...(page?.outcomes || []).map((one) => [one, one === "batched" ? "trained" : one])]))
+        : [field("sort", choice("sort", [["", "as trained"], ["reward", "reward, lowest first"], ["-reward", "reward, highest first"],
+          ["-length", "longest first"], ["length", "shortest first"]])),
           input("text", { type: "search", placeholder: "part of the text", label: "part of the text" }),
-          h("label", null, h("input", { type: "checkbox", checked: !!wanted.cut, onchange: (event) => go({ cut: event.target.checked ? 1 : "", offset: "" }) }), "cut off only"),
+          h("label", null, h("input", { type: "checkbox", checked: !!wanted.cut,
+            onchange: (event) => go({ cut: event.target.checked ? 1 : "", offset: "" }) }), "cut off only"),
           wanted.group && h("button", { type: "button", onclick: () => go({ group: "" }) }, `group ${wanted.group} ×`)]]);
   if (problem) return [bar, h("section.card", null, note(problem))];
   const offset = +wanted.offset || 0, more = episodes ? page.more : offset + page.rows.length < page.total;
@@ -296,8 +344,11 @@ async function rollouts(wanted) {
   const items = page.rows.map((row) => (episodes ? episodeItem(row, wanted, run) : sampleItem(row, chosen)));
   const tabbed = items.find((item) => item.getAttribute("aria-current")) || items[0];
   for (const item of items) item.tabIndex = item === tabbed ? 0 : -1;  // arrows choose within the list
-  const pages = h("div.foot", null, page.total != null ? `${number(page.total)} of ${number(page.of)} samples` : `episodes ${offset + 1} to ${offset + items.length}`,
-    (offset > 0 || more) && [h("button", { type: "button", disabled: !offset, onclick: () => go({ offset: Math.max(0, offset - 50) || "" }) }, "‹ 50"), h("button", { type: "button", disabled: !more, onclick: () => go({ offset: offset + 50 }) }, "50 ›")]);
+  const pages = h("div.foot", null, page.total != null ? `${number(page.total)} of ${number(page.of)} samples`
+    : `episodes ${offset + 1} to ${offset + items.length}`,
+    (offset > 0 || more) && [h("button", { type: "button", disabled: !offset,
+      onclick: () => go({ offset: Math.max(0, offset - 50) || "" }) }, "‹ 50"),
+      h("button", { type: "button", disabled: !more, onclick: () => go({ offset: offset + 50 }) }, "50 ›")]);
   const list = h("section.card.list", { "aria-label": "samples", onkeydown: (event) => {
     const move = { ArrowUp: -1, ArrowDown: 1, k: -1, j: 1 }[event.key], place = items.indexOf(document.activeElement);
     if (move && items[place + move]) { event.preventDefault(); items[place + move].focus(); if (!episodes) items[place + move].click(); }
@@ -305,24 +356,30 @@ async function rollouts(wanted) {
   const detail = h("section.card", { "aria-label": "sample" });
   if (episodes && !wanted.id) detail.append(note("Choose an episode that was trained to read it; of the others the ledger keeps the outcome alone."));
   else if (chosen !== "" || wanted.id) {
-    try { detail.append(...sampleView(await get("sample", episodes ? { run, step: wanted.of, id: wanted.id } : { run, step, row: chosen }), run)); } catch (error) { detail.append(note(error.message)); }
+    try { detail.append(...sampleView(await get("sample", episodes ? { run, step: wanted.of, id: wanted.id } : { run, step, row: chosen }),
+      run)); } catch (error) { detail.append(note(error.message)); }
   } else detail.append(note(known.note));
   return [bar, h("div.reader", null, list, detail)];
 }
 const rewardCell = (reward) => h("b.n", null, reward == null ? "–" : number(reward, 3));
 function sampleItem(row, chosen) {
-  const advantage = h(`span.${row.advantage > 0 ? "good" : row.advantage < 0 ? "bad" : "faint"}`, null, `${row.advantage > 0 ? "+" : ""}${number(row.advantage, 3)}`);
-  return h("a", { href: link("rollouts", { ...address().wanted, row: row.row }), "data-key": row.row, "aria-current": String(row.row) === String(chosen) ? "true" : null },
-    rewardCell(row.reward), h("span", null, row.task_id), h("span", null, advantage, h("span.faint", null, `  ${number(row.sampled)} tok`), row.is_truncated && h("span.warn", null, " cut")),
+  const advantage = h(`span.${row.advantage > 0 ? "good" : row.advantage < 0 ? "bad" : "faint"}`, null,
+    `${row.advantage > 0 ? "+" : ""}${number(row.advantage, 3)}`);
+  return h("a", { href: link("rollouts", { ...address().wanted, row: row.row }), "data-key": row.row,
+    "aria-current": String(row.row) === String(chosen) ? "true" : null },
+    rewardCell(row.reward), h("span", null, row.task_id),
+      h("span", null, advantage, h("span.faint", null, `  ${number(row.sampled)} tok`), row.is_truncated && h("span.warn", null, " cut")),
     h("span.wide", null, row.preview || row.sample_id));
 }
 function episodeItem(row, wanted, run) {
   const outcome = { batched: "trained", issued: "in flight" }[row.state] || row.reason || row.state;
   const target = row.state === "batched" ? { href: link("rollouts", { ...wanted, of: row.step, id: row.id }) } : {};
   const versions = row.first == null ? "" : row.first === row.last ? `version ${row.first}` : `versions ${row.first} to ${row.last}`;
-  return h("a", { ...target, "data-key": row.id, "aria-current": wanted.id === row.id ? "true" : null }, rewardCell(row.reward), h("span", null, row.task_id),
+  return h("a", { ...target, "data-key": row.id, "aria-current": wanted.id === row.id ? "true" : null }, rewardCell(row.reward),
+    h("span", null, row.task_id),
     h(row.state === "dropped" ? "span.warn" : "span.quiet", null, row.step == null ? outcome : `${outcome}, step ${row.step}`),
-    h("span.wide", null, [row.env, versions, row.tokens != null && `${number(row.tokens)} tokens`, row.detail].filter(Boolean).join(" · ")));
+    h("span.wide", null, [row.env, versions, row.tokens != null && `${number(row.tokens)} tokens`,
+      row.detail].filter(Boolean).join(" · ")));
 }
 
 function sampleView(sample, run) {
@@ -330,10 +387,13 @@ function sampleView(sample, run) {
   const facts = h("dl.facts", null, fact("task", sample.task_id), fact("environment", sample.env), fact("reward", number(sample.reward)),
     fact("advantage", number(sample.advantage)), fact("tokens", `${number(sum(sample.mask))} trained of ${number(sample.ids.length)}`),
     fact("policy versions", versions.length > 1 ? `${versions[0]} to ${versions.at(-1)}` : String(versions[0] ?? "–")),
-    fact("step", `${sample.step}${versions.length ? ` (${sample.step - versions[0]} off-policy)` : ""}`), fact("temperature", number(sample.temperature)),
+    fact("step", `${sample.step}${versions.length ? ` (${sample.step - versions[0]} off-policy)` : ""}`),
+      fact("temperature", number(sample.temperature)),
     fact("cut off", sample.is_truncated ? h("span.warn", null, "yes") : "no"),
-    fact("group", FILE ? sample.group_id : h("a", { href: link("rollouts", { run: run || "", step: sample.step, group: sample.group_id }) }, `${sample.group_id}: all attempts`)), fact("sample", sample.sample_id));
-  const own = { logprobs: "log-probability", advantages: "advantage", mismatch: "mismatch (reference − sampler)", rl_weight: "RL weight", ce_weight: "CE weight", ref_kl_weight: "reference weight" };
+    fact("group", FILE ? sample.group_id : h("a", { href: link("rollouts", { run: run || "", step: sample.step, group: sample.group_id }) },
+      `${sample.group_id}: all attempts`)), fact("sample", sample.sample_id));
+  const own = { logprobs: "log-probability", advantages: "advantage", mismatch: "mismatch (reference − sampler)", rl_weight: "RL weight",
+    ce_weight: "CE weight", ref_kl_weight: "reference weight" };
   const streams = Object.keys(own).filter((name) => sample.streams[name]);
   const view = address().wanted.show || "conversation", by = streams.includes(address().wanted.by) ? address().wanted.by : "logprobs";
   const bar = h("div.bar", null, segments("show", [["conversation", "Conversation"], ["tokens", "Tokens"]], "show"),
@@ -342,15 +402,19 @@ function sampleView(sample, run) {
   return [facts, bar, missing, view === "tokens" ? tokenView(sample, by, own) : sample.messages.map(messageView)].flat().filter(Boolean);
 }
 function messageView(message) {
-  const color = { model: "assistant", developer: "system", ipython: "tool", observation: "tool" }[message.role] || message.role.split(" ")[0];
+  const color = { model: "assistant", developer: "system", ipython: "tool", observation: "tool" }[message.role]
+    || message.role.split(" ")[0];
   const parts = message.text.split(/(<think>[\s\S]*?(?:<\/think>|$)|<tool_call>[\s\S]*?(?:<\/tool_call>|$)|<tool_response>[\s\S]*?(?:<\/tool_response>|$))/);
   const body = parts.filter((part) => part.trim()).map((part) => {
     const [, tag, inside] = part.match(/^<(think|tool_call|tool_response)>([\s\S]*?)(?:<\/\1>)?$/) || [];
-    if (tag === "think") return h("details", { open: inside.length < 600 }, h("summary", null, `thinks, ${number(inside.length)} characters`), h("pre", null, inside.trim()));
+    if (tag === "think") return h("details", { open: inside.length < 600 },
+      h("summary", null, `thinks, ${number(inside.length)} characters`), h("pre", null, inside.trim()));
     if (tag) return h("div.call", null, h("b", null, tag === "tool_call" ? "tool call" : "tool response"), h("pre", null, pretty(inside)));
     return h("pre", null, part.replace(/^\n+|\n+$/g, ""));
   });
-  return h("article.message", { style: { "--role": `var(--${color}, var(--soft))` } }, h("h3", null, message.role, h("span", null, `${number(message.end - message.start)} tokens${message.sampled ? ", by the policy" : ""}`)), body);
+  return h("article.message", { style: { "--role": `var(--${color}, var(--soft))` } },
+    h("h3", null, message.role, h("span", null,
+    `${number(message.end - message.start)} tokens${message.sampled ? ", by the policy" : ""}`)), body);
 }
 function pretty(text) {
   try { return JSON.stringify(JSON.parse(text), null, 1); } catch { return text.trim(); }
@@ -365,18 +429,25 @@ function tokenView(sample, by, names) {
     for (let place = start; place < end; place++) {
       const value = values[place], trained = sample.mask[place] || (by !== "logprobs" && value);
       const off = !sample.mask[place] ? ".off" : "";
-      box.append(h(`span${off}`, { "data-place": place, style: trained && value ? { background: shade(value) } : {} }, sample.texts[place]));
+      box.append(h(`span${off}`, { "data-place": place, style: trained && value ? { background: shade(value) } : {} },
+        sample.texts[place]));
     }
-    if (end < sample.ids.length) box.append(h("button", { type: "button", onclick: (event) => { event.target.remove(); append(end); } }, `show ${number(Math.min(TOKENS, sample.ids.length - end))} more of ${number(sample.ids.length - end)} tokens`));
+    if (end < sample.ids.length) box.append(h("button", { type: "button", onclick: (event) => { event.target.remove(); append(end); } },
+      `show ${number(Math.min(TOKENS, sample.ids.length - end))} more of ${number(sample.ids.length - end)} tokens`));
   };
   append(0);
   const look = (span, clientX, clientY) => {
     const place = span.dataset.place;
-    const rows = Object.keys(names).filter((name) => sample.streams[name]).map((name) => h("div", null, names[name], h("b", null, number(sample.streams[name][place]))));
-    const probability = sample.mask[place] && h("div", null, "probability", h("b", null, percent(Math.exp(sample.streams.logprobs[place]))));
-    showTip(clientX, clientY, [h("span.quiet", null, `token ${place}, id ${sample.ids[place]}, ${sample.mask[place] ? "trained" : "not trained"}`), probability, rows].flat().filter(Boolean));
+    const rows = Object.keys(names).filter((name) => sample.streams[name]).map((name) => h("div", null, names[name],
+      h("b", null, number(sample.streams[name][place]))));
+    const probability = sample.mask[place] && h("div", null, "probability",
+      h("b", null, percent(Math.exp(sample.streams.logprobs[place]))));
+    showTip(clientX, clientY, [h("span.quiet", null,
+      `token ${place}, id ${sample.ids[place]}, ${sample.mask[place] ? "trained" : "not trained"}`), probability,
+      rows].flat().filter(Boolean));
   };
-  box.addEventListener("pointermove", (event) => { if (event.target.dataset.place) look(event.target, event.clientX, event.clientY); else tip.hidden = true; });
+  box.addEventListener("pointermove", (event) => { if (event.target.dataset.place) look(event.target, event.clientX,
+    event.clientY); else tip.hidden = true; });
   let here = sample.mask.indexOf(1) - 1;  // by arrows: the first token of the policy comes first
   box.addEventListener("keydown", (event) => {
     const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key], span = move && box.querySelector(`[data-place="${here + move}"]`);
@@ -390,49 +461,71 @@ function tokenView(sample, by, names) {
   });
   box.addEventListener("blur", () => { tip.hidden = true; });
   box.addEventListener("pointerleave", () => { tip.hidden = true; });
-  const scale = by === "logprobs" ? [h("span", null, "likely"), h("i.scale", { style: { background: "linear-gradient(90deg, transparent, rgba(var(--low), .85))" } }), "−5 or less"]
+  const scale = by === "logprobs" ? [h("span", null, "likely"),
+    h("i.scale", { style: { background: "linear-gradient(90deg, transparent, rgba(var(--low), .85))" } }), "−5 or less"]
     : [number(-most, 3), h("i.scale", { style: { background: "linear-gradient(90deg, rgba(var(--neg), .6), transparent, rgba(var(--pos), .6))" } }), number(most, 3)];
-  return [h("div.legend", { style: { margin: "0 0 8px" } }, h("span", null, scale), h("span.faint", null, "grey: not in the loss mask"), sample.policy_versions.length > 1 && h("span", null, "which version wrote which token is not recorded")), box];
+  return [h("div.legend", { style: { margin: "0 0 8px" } }, h("span", null, scale), h("span.faint", null, "grey: not in the loss mask"),
+    sample.policy_versions.length > 1 && h("span", null, "which version wrote which token is not recorded")), box];
 }
 
 // -- time --------------------------------------------------------------------------------------------------------------
 
 async function time(wanted) {
-  const run = current(), need = Object.keys(PARTS).flatMap((process) => ["time", "time/step", "time/forward_backward", "time/optimizer", "time/wait_for_batch", "time/read_batch", "time/export", "time/logprob_check", "time/save_ckpt", "time/idle", "time/update_pause", "workers/cpu"].map((key) => `${process}:${key}`));
-  const [report, events, series] = await Promise.all([get("doctor", { run }), get("events", { run }), get("series", { run, points: 120, low: wanted.low, high: wanted.high, keys: need.join("|") })]);
+  const run = current(), need = Object.keys(PARTS).flatMap((process) => ["time", "time/step", "time/forward_backward", "time/optimizer",
+    "time/wait_for_batch", "time/read_batch", "time/export", "time/logprob_check", "time/save_ckpt", "time/idle", "time/update_pause",
+    "workers/cpu"].map((key) => `${process}:${key}`));
+  const [report, events, series] = await Promise.all([get("doctor", { run }), get("events", { run }),
+    get("series", { run, points: 120, low: wanted.low, high: wanted.high, keys: need.join("|") })]);
   const cards = Object.entries(PARTS).map(([process, parts]) => {
     const all = series[`${process}:time/step`], steps = all?.step || [], at = {};
     if (!steps.length) return null;
-    const sums = ({ step, bucket = step, value, count }) => new Map(bucket.map((one, place) => [one, value[place] * (count?.[place] ?? 1)]));  // some steps have no checkpoint
-    for (const key of need.filter((one) => one.startsWith(`${process}:`))) at[key.split(":")[1]] = sums(series[key] || { step: [], value: [] });
-    const rows = (all.bucket || steps).map((bucket, place) => Object.fromEntries(Object.entries(at).map(([key, values]) => [key, (values.get(bucket) ?? 0) / (all.count?.[place] ?? 1)])));
+    const sums = ({ step, bucket = step, value,
+      count }) => new Map(bucket.map((one, place) => [one, value[place] * (count?.[place] ?? 1)]));  // some steps have no checkpoint
+    for (const key of need.filter((one) => one.startsWith(`${process}:`))) at[key.split(":")[1]] = sums(series[key]
+      || { step: [], value: [] });
+    const rows = (all.bucket || steps).map((bucket,
+      place) => Object.fromEntries(Object.entries(at).map(([key, values]) => [key,
+      (values.get(bucket) ?? 0) / (all.count?.[place] ?? 1)])));
     const shown = parts.map(([label, color, value]) => ({ label, color, value: rows.map((row) => value(row) || 0) }));
     const rest = rows.map((row, place) => Math.max(0, row["time/step"] - sum(shown.map((part) => part.value[place]))));
     if (process === "trainer") shown.push({ label: "rest", color: "#7d828b", value: rest });
     const total = sum(shown.map((part) => sum(part.value))) || 1;
-    return h("section.card", null, h("h2", null, process === "trainer" ? "Trainer, seconds of a step" : "Engines, seconds of a step"), stackedBars(steps, shown),
+    return h("section.card", null, h("h2", null, process === "trainer" ? "Trainer, seconds of a step" : "Engines, seconds of a step"),
+      stackedBars(steps, shown),
       legend(shown.map((part) => [part.label, part.color, percent(sum(part.value) / total)])),
-      at["workers/cpu"].size > 0 && h("p.quiet", null, `The busiest environment worker uses ${percent(sum(rows.map((row) => row["workers/cpu"])) / rows.length)} of a core.`));
+      at["workers/cpu"].size > 0 && h("p.quiet", null,
+        `The busiest environment worker uses ${percent(sum(rows.map((row) => row["workers/cpu"])) / rows.length)} of a core.`));
   });
   return [h("form.bar", { onsubmit: (event) => event.preventDefault() }, runChoice(), range("steps", { min: 0 })),
-    h("section.card", null, h("h2", null, "Who waits for whom ", h("span.quiet", null, "as rl doctor says")), h("pre.mono", null, report.text)), ...cards,
-    events.length ? h("section.card", null, h("h2", null, "Restarts, faults and checkpoints"), timeLine(events, series), table(["time", "process", "", ""], [...events].reverse().slice(0, 100).map((event) =>
-      h(`tr.event-${event.kind}`, null, h("td.n", null, clock(event.time)), h("td", null, event.process), h("td", null, event.kind), h("td.text", null, event.text))))) : null];
+    h("section.card", null, h("h2", null, "Who waits for whom ", h("span.quiet", null, "as rl doctor says")),
+      h("pre.mono", null, report.text)), ...cards,
+    events.length ? h("section.card", null, h("h2", null, "Restarts, faults and checkpoints"), timeLine(events, series),
+      table(["time", "process", "", ""], [...events].reverse().slice(0, 100).map((event) =>
+      h(`tr.event-${event.kind}`, null, h("td.n", null, clock(event.time)), h("td", null, event.process), h("td", null, event.kind),
+        h("td.text", null, event.text))))) : null];
 }
 function timeLine(events, series) {
-  const lanes = ["trainer", "orchestrator", ...new Set(events.map((event) => event.process.split(".")[0]).filter((name) => !["trainer", "orchestrator"].includes(name)))];
-  const times = [...events.map((event) => event.time), ...["trainer", "orchestrator"].flatMap((process) => series[`${process}:time`]?.value || [])];
+  const lanes = ["trainer", "orchestrator",
+    ...new Set(events.map((event) => event.process.split(".")[0]).filter((name) => !["trainer", "orchestrator"].includes(name)))];
+  const times = [...events.map((event) => event.time),
+    ...["trainer", "orchestrator"].flatMap((process) => series[`${process}:time`]?.value || [])];
   const [first, last] = [Math.min(...times), Math.max(Math.min(...times) + 1, ...times)], [width, left, lane] = [wide(), 90, 22];
   const x = (time) => left + (time - first) / (last - first) * (width - left - 8), height = lanes.length * lane + 18;
-  const svg = h("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "time line of the processes", style: { "margin-bottom": "8px" } });
+  const svg = h("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "time line of the processes",
+    style: { "margin-bottom": "8px" } });
   lanes.forEach((name, row) => {
     const middle = row * lane + lane / 2;
     svg.append(h("text", { x: 0, y: middle + 4 }, name), h("line.axis", { x1: left, x2: width - 8, y1: middle, y2: middle }));
-    (series[`${name}:time`]?.value || []).forEach((time, place) => svg.append(h("rect", { x: x(time) - 0.75, y: middle - 5, width: 1.5, height: 10, fill: "#4a78d6", opacity: 0.55 })));
-    for (const event of events.filter((one) => one.process.split(".")[0] === name)) svg.append(h("circle", { cx: x(event.time), cy: middle, r: 4, fill: KIND_COLORS[event.kind], stroke: "var(--card)",
-      onpointermove: (at) => showTip(at.clientX, at.clientY, h("span.quiet", null, `${clock(event.time)} ${event.process}`), h("div", null, event.text)), onpointerleave: () => { tip.hidden = true; } }));
+    (series[`${name}:time`]?.value || []).forEach((time,
+      place) => svg.append(h("rect", { x: x(time) - 0.75, y: middle - 5, width: 1.5, height: 10, fill: "#4a78d6", opacity: 0.55 })));
+    for (const event of events.filter((one) => one.process.split(".")[0] === name)) svg.append(h("circle",
+      { cx: x(event.time), cy: middle, r: 4, fill: KIND_COLORS[event.kind], stroke: "var(--card)",
+      onpointermove: (at) => showTip(at.clientX, at.clientY, h("span.quiet", null, `${clock(event.time)} ${event.process}`),
+        h("div", null, event.text)), onpointerleave: () => { tip.hidden = true; } }));
   });
-  for (const part of [0, 0.25, 0.5, 0.75, 1]) svg.append(h("text", { x: x(first + part * (last - first)), y: height - 3, "text-anchor": part === 1 ? "end" : part ? "middle" : "start" }, clock(first + part * (last - first))));
+  for (const part of [0, 0.25, 0.5, 0.75, 1]) svg.append(h("text",
+    { x: x(first + part * (last - first)), y: height - 3, "text-anchor": part === 1 ? "end" : part ? "middle" : "start" },
+    clock(first + part * (last - first))));
   const kinds = [...new Set(events.map((event) => event.kind))];
   return [svg, legend([["a step", "#4a78d6"], ...kinds.map((kind) => [kind, KIND_COLORS[kind]])]), h("div", { style: { height: "8px" } })];
 }
@@ -443,12 +536,17 @@ async function ledger() {
   const parts = await Promise.all(shownRuns().map(async (run) => {
     let body;
     try {
-      const { outcomes, faults } = await get("ledger", { run: run.place }), issued = Object.fromEntries(outcomes.filter((row) => row[1] === "issued").map((row) => [row[0], row[2]]));
-      body = [table(["environment", "outcome", "episodes", "", "share", "mean length", "mean reward"], outcomes.map(([env, outcome, count, tokens, reward]) => {
-        const share = count / (issued[env] || 1), name = outcome.replace("dropped: ", ""), filter = outcome === "trained" || outcome === "in a batch" ? "batched" : outcome === "in flight" ? "issued" : outcome === "issued" ? "" : name;
+      const { outcomes, faults } = await get("ledger", { run: run.place }),
+        issued = Object.fromEntries(outcomes.filter((row) => row[1] === "issued").map((row) => [row[0], row[2]]));
+      body = [table(["environment", "outcome", "episodes", "", "share", "mean length", "mean reward"],
+        outcomes.map(([env, outcome, count, tokens, reward]) => {
+        const share = count / (issued[env] || 1), name = outcome.replace("dropped: ", ""), filter = outcome === "trained"
+          || outcome === "in a batch" ? "batched" : outcome === "in flight" ? "issued" : outcome === "issued" ? "" : name;
         const target = link("rollouts", { run: run.place || "", list: "episodes", env, outcome: name === "filtered" ? "" : filter });
-        return [env, FILE ? outcome : h("a", { href: target }, outcome), number(count), h("div.meter", null, h("i", { style: { width: `${100 * share}%` } })), percent(share), number(tokens), number(reward)];
-      }), [2, 4, 5, 6]), faults.length ? faults.map((fault) => note(`The ledger contradicts itself: ${fault}`, "bad")) : note("Every episode is accounted for: issued = trained + dropped + in flight, finished or in a batch.")];
+        return [env, FILE ? outcome : h("a", { href: target }, outcome), number(count),
+          h("div.meter", null, h("i", { style: { width: `${100 * share}%` } })), percent(share), number(tokens), number(reward)];
+      }), [2, 4, 5, 6]), faults.length ? faults.map((fault) => note(`The ledger contradicts itself: ${fault}`, "bad"))
+        : note("Every episode is accounted for: issued = trained + dropped + in flight, finished or in a batch.")];
     } catch (error) { body = note(error.message); }
     return h("section.card", null, h("h2", null, run.name, h("span.quiet", null, "  episodes by outcome")), body);
   }));
@@ -458,52 +556,78 @@ async function ledger() {
 async function evals() {
   const list = shownRuns(), reports = await Promise.all(list.map((run) => get("evals", { run: run.place }).catch(() => ({}))));
   const keys = [...new Set(list.flatMap((run) => run.keys))].filter((key) => /^orchestrator:eval\/.*\/avg@\d+$/.test(key));
-  const series = await Promise.all(list.map((run) => get("series", { run: run.place, points: POINTS, keys: keys.flatMap((key) => [key, `${key}/ci95`]).filter((key) => run.keys.includes(key)).join("|") })));
-  const cards = keys.map((key) => h("section.card", null, h("h2", null, h("span", null, key.split("/")[1]), h("code", null, `${key.split("/").at(-1)}, mean ± 95 %`)), lineChart(list.flatMap((run, place) => {
+  const series = await Promise.all(list.map((run) => get("series",
+    { run: run.place, points: POINTS, keys: keys.flatMap((key) => [key,
+    `${key}/ci95`]).filter((key) => run.keys.includes(key)).join("|") })));
+  const cards = keys.map((key) => h("section.card", null,
+    h("h2", null, h("span", null, key.split("/")[1]), h("code", null, `${key.split("/").at(-1)}, mean ± 95 %`)),
+    lineChart(list.flatMap((run, place) => {
     const line = series[place][key], width = series[place][`${key}/ci95`];
     if (!line) return [];
     const half = line.step.map((step) => width?.value[width.step.indexOf(step)] ?? 0);
-    return [{ label: run.name, color: run.color, ...line, min: line.value.map((value, at) => value - half[at]), max: line.value.map((value, at) => value + half[at]) }];
+    return [{ label: run.name, color: run.color, ...line, min: line.value.map((value, at) => value - half[at]),
+      max: line.value.map((value, at) => value + half[at]) }];
   }), { label: `evaluation of ${key.split("/")[1]}` })));
   const rows = reports.flatMap((report, place) => (report.results || []).map((row) => {
     const name = `avg@${row.attempts_per_task}`, mean = row.metrics[name], half = row.metrics[`${name}/ci95`];
-    return [list[place].name, row.environment, row.policy, `${row.tasks}${row.complete === false ? " (incomplete)" : ""}`, name, number(mean), half == null ? "" : `± ${number(half, 3)}`, interval(mean, half, list[place].color), number(sum(Object.values(row.errors))), percent(row.metrics["is_truncated/mean"] || 0)];
+    return [list[place].name, row.environment, row.policy, `${row.tasks}${row.complete === false ? " (incomplete)" : ""}`, name,
+      number(mean), half == null ? "" : `± ${number(half, 3)}`, interval(mean, half, list[place].color),
+      number(sum(Object.values(row.errors))), percent(row.metrics["is_truncated/mean"] || 0)];
   }));
   if (!cards.length && !rows.length) return [note("No evaluations: neither in the metrics nor in evals/report.json.")];
   rows.sort((one, other) => one[1].localeCompare(other[1]));
-  return [cards.length && h("div.grid", null, cards), rows.length ? h("section.card", { style: { "margin-top": "12px" } }, h("h2", null, "evals/report.json"), table(["run", "environment", "policy", "tasks", "", "mean", "95 %", "0 to 1", "failed", "cut off"], rows, [3, 5, 6, 8, 9])) : null];
+  return [cards.length && h("div.grid", null, cards), rows.length
+    ? h("section.card", { style: { "margin-top": "12px" } }, h("h2", null, "evals/report.json"),
+    table(["run", "environment", "policy", "tasks", "", "mean", "95 %", "0 to 1", "failed", "cut off"], rows, [3, 5, 6, 8, 9])) : null];
 }
 function interval(mean, half = 0, color) {
   const x = (value) => 3 + 194 * Math.min(1, Math.max(0, value));
-  return h("svg", { viewBox: "0 0 200 14", style: { width: "200px", height: "14px" }, role: "img", "aria-label": `${number(mean)} ± ${number(half)}` }, h("line.axis", { x1: 3, x2: 197, y1: 7, y2: 7 }),
-    h("line", { x1: x(mean - half), x2: x(mean + half), y1: 7, y2: 7, stroke: color, "stroke-width": 5, opacity: 0.4 }), h("circle", { cx: x(mean), cy: 7, r: 2.5, fill: color }));
+  return h("svg", { viewBox: "0 0 200 14", style: { width: "200px", height: "14px" }, role: "img",
+    "aria-label": `${number(mean)} ± ${number(half)}` }, h("line.axis", { x1: 3, x2: 197, y1: 7, y2: 7 }),
+    h("line", { x1: x(mean - half), x2: x(mean + half), y1: 7, y2: 7, stroke: color, "stroke-width": 5, opacity: 0.4 }),
+      h("circle", { cx: x(mean), cy: 7, r: 2.5, fill: color }));
 }
 
 async function config(wanted) {
   const list = shownRuns(), tables = await Promise.all(list.map((run) => get("config", { run: run.place }).catch(() => ({}))));
-  const files = [...new Set(tables.flatMap(Object.keys))], file = files.includes(wanted.file) ? wanted.file : files.includes("rl") ? "rl" : files[0];
+  const files = [...new Set(tables.flatMap(Object.keys))], file = files.includes(wanted.file) ? wanted.file : files.includes("rl") ? "rl"
+    : files[0];
   const several = list.length > 1, only = several && wanted.all !== "1";
-  const keys = [...new Set(tables.flatMap((each) => Object.keys(each[file] || {})))], text = (each, key) => (each[file]?.[key] === undefined ? "–" : typeof each[file][key] === "string" ? each[file][key] : JSON.stringify(each[file][key]));
-  const rows = keys.map((key) => [key, tables.map((each) => text(each, key))]).map(([key, values]) => [key, values, new Set(values).size > 1]);
-  const shown = rows.filter(([, , differs]) => differs || !only), body = shown.map(([key, values, differs]) => h(differs && several ? "tr.differs" : "tr", null, h("td.key.mono", null, key), values.map((value) => h("td.text.mono", null, value))));
-  const bar = h("form.bar", { onsubmit: (event) => event.preventDefault() }, field("process", choice("file", files.map((name) => [name === file ? wanted.file || "" : name, name]), { label: "process" })),
-    several && h("label", null, h("input", { type: "checkbox", checked: only, onchange: (event) => go({ all: event.target.checked ? "" : 1 }) }), "differences only"),
-    h("input", { type: "search", placeholder: "part of a key or value", "aria-label": "filter settings", oninput: (event) => body.forEach((row) => { row.style.display = row.textContent.includes(event.target.value) ? "" : "none"; }) }),
+  const keys = [...new Set(tables.flatMap((each) => Object.keys(each[file] || {})))],
+    text = (each, key) => (each[file]?.[key] === undefined ? "–" : typeof each[file][key] === "string" ? each[file][key]
+    : JSON.stringify(each[file][key]));
+  const rows = keys.map((key) => [key, tables.map((each) => text(each, key))]).map(([key, values]) => [key, values,
+    new Set(values).size > 1]);
+  const shown = rows.filter(([, , differs]) => differs || !only),
+    body = shown.map(([key, values, differs]) => h(differs && several ? "tr.differs" : "tr", null, h("td.key.mono", null, key),
+    values.map((value) => h("td.text.mono", null, value))));
+  const bar = h("form.bar", { onsubmit: (event) => event.preventDefault() },
+    field("process", choice("file", files.map((name) => [name === file ? wanted.file || "" : name, name]), { label: "process" })),
+    several && h("label", null, h("input", { type: "checkbox", checked: only,
+      onchange: (event) => go({ all: event.target.checked ? "" : 1 }) }), "differences only"),
+    h("input", { type: "search", placeholder: "part of a key or value", "aria-label": "filter settings",
+      oninput: (event) => body.forEach((row) => { row.style.display = row.textContent.includes(event.target.value) ? "" : "none"; }) }),
     several && h("span.quiet", null, `${rows.filter(([, , differs]) => differs).length} of ${rows.length} settings differ`));
-  return [bar, h("section.card", null, body.length ? table(["setting", ...list.map((run) => run.name)], body) : note(files.length ? "These runs have equal settings." : "No configs/*.toml here."))];
+  return [bar, h("section.card", null, body.length ? table(["setting", ...list.map((run) => run.name)], body)
+    : note(files.length ? "These runs have equal settings." : "No configs/*.toml here."))];
 }
 
 // -- the page ----------------------------------------------------------------------------------------------------------
 
-const VIEWS = { curves: ["Curves", curves], rollouts: ["Rollouts", rollouts], time: ["Time", time], ledger: ["Ledger", ledger], evals: ["Evals", evals], config: ["Config", config] };
+const VIEWS = { curves: ["Curves", curves], rollouts: ["Rollouts", rollouts], time: ["Time", time], ledger: ["Ledger", ledger],
+  evals: ["Evals", evals], config: ["Config", config] };
 
 function frame() {
   const { view, wanted } = address(), carry = { hide: wanted.hide, run: wanted.run };
-  document.getElementById("tabs").replaceChildren(...Object.entries(VIEWS).map(([name, [title]]) => h("a", { href: link(name, carry), "data-key": name, "aria-current": name === view ? "page" : null }, title)));
+  document.getElementById("tabs").replaceChildren(...Object.entries(VIEWS).map(([name, [title]]) => h("a",
+    { href: link(name, carry), "data-key": name, "aria-current": name === view ? "page" : null }, title)));
   const off = hidden(), bad = ["failed", "stuck"];
-  document.getElementById("runs").replaceChildren(...runs.map((run, place) => h("label.run", { title: `${run.path}\n${run.sentence}`, style: { "--color": COLORS[place % COLORS.length] } },
-    h("input", { type: "checkbox", checked: !off.has(place), "data-key": `run${place}`, "aria-label": `show ${run.name}`, onchange: () => { off.has(place) ? off.delete(place) : off.add(place); go({ hide: [...off].join(",") }); } }),
-    h("i"), h("b", null, run.name), h(bad.includes(run.state) ? "span.bad" : "span.quiet", null, `${run.state}${run.last_step >= 0 ? `, step ${number(run.last_step)}` : ""}`))));
+  document.getElementById("runs").replaceChildren(...runs.map((run, place) => h("label.run",
+    { title: `${run.path}\n${run.sentence}`, style: { "--color": COLORS[place % COLORS.length] } },
+    h("input", { type: "checkbox", checked: !off.has(place), "data-key": `run${place}`, "aria-label": `show ${run.name}`,
+      onchange: () => { off.has(place) ? off.delete(place) : off.add(place); go({ hide: [...off].join(",") }); } }),
+    h("i"), h("b", null, run.name), h(bad.includes(run.state) ? "span.bad" : "span.quiet", null,
+      `${run.state}${run.last_step >= 0 ? `, step ${number(run.last_step)}` : ""}`))));
   document.title = `${VIEWS[view][0]} · ${runs.map((run) => run.name).join(", ")}`;
 }
 async function draw() {
@@ -512,11 +636,13 @@ async function draw() {
   let content;
   try { content = await VIEWS[view][1](wanted); } catch (error) { content = [note(error.message, "bad")]; }
   if (mine !== drawn) return;  // a later one is on its way
-  const active = document.activeElement, key = active?.dataset?.key, label = main.contains(active) && active.getAttribute("aria-label"), scrolled = [...main.querySelectorAll(".list")].map((list) => list.scrollTop);
+  const active = document.activeElement, key = active?.dataset?.key, label = main.contains(active) && active.getAttribute("aria-label"),
+    scrolled = [...main.querySelectorAll(".list")].map((list) => list.scrollTop);
   main.replaceChildren(...content.flat().filter(Boolean));
   main.dataset.view = view;
   main.querySelectorAll(".list").forEach((list, place) => { list.scrollTop = scrolled[place] || 0; });
-  const again = (key && document.querySelector(`[data-key="${CSS.escape(key)}"]`)) || (label && main.querySelector(`[aria-label="${CSS.escape(label)}"]`));
+  const again = (key && document.querySelector(`[data-key="${CSS.escape(key)}"]`))
+    || (label && main.querySelector(`[aria-label="${CSS.escape(label)}"]`));
   if (again) again.focus({ preventScroll: true });
 }
 async function poll() {
@@ -525,7 +651,8 @@ async function poll() {
   try {
     const before = seen();
     runs = await get("runs");
-    live.textContent = FILE ? "a copy in one file" : runs.some((run) => ["runs", "stuck"].includes(run.state)) ? `live, ${new Date().toLocaleTimeString("en-GB")}` : "";
+    live.textContent = FILE ? "a copy in one file" : runs.some((run) => ["runs", "stuck"].includes(run.state))
+      ? `live, ${new Date().toLocaleTimeString("en-GB")}` : "";
     const busy = main.contains(document.activeElement) && document.activeElement.matches("input, select");
     if (before !== seen() && !(busy && drawn) && tip.hidden) await draw();
   } catch (error) {
