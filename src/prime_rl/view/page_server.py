@@ -80,7 +80,7 @@ def page_app(paths: Sequence[Path], token: str = "") -> FastAPI:
     def summaries() -> Any:
         for path, name in find_runs(paths).items():  # tenants may have joined
             runs.setdefault(path, RunFiles(path, name))
-        return JSONResponse([run.summary() for run in runs.values()])
+        return JSONResponse([answer(run, "summary", {}) for run in runs.values()])
 
     @app.get("/api/{query}")
     def one(query: str, request: Request, run: int = 0) -> Any:
@@ -100,7 +100,7 @@ def write_page(runs: dict[Path, str], path: Path) -> int:
     """Write the page with the data of the runs into one file and return its size. Of rollouts it has some samples of
     the first, the middle and the last step that are kept. The keys are those of `fromFile` in view.js."""
     every = [RunFiles(*run) for run in runs.items()]
-    answers: dict[str, Any] = {"runs": [run.summary() for run in every]}
+    answers: dict[str, Any] = {"runs": [run.summary({}) for run in every]}
     for number, run in enumerate(every):
 
         def add(query: str, number: int = number, run: RunFiles = run, **wanted: int) -> Any:

@@ -24,7 +24,9 @@ from prime_rl.view.reading import PAGE, Decoder, StepSamples, absence, find_deco
 from prime_rl.view.series import MetricColumns
 
 PROCESSES = ("trainer", "orchestrator", "inference", "eval")
-QUERIES = ("series", "steps", "samples", "sample", "doctor", "events", "ledger", "episodes", "evals", "config")
+QUERIES = (
+    "summary", "series", "steps", "samples", "sample", "doctor", "events", "ledger", "episodes", "evals", "config",
+)  # fmt: skip
 _ENTRIES = ("configs", "metrics", "status", "rollouts", LEDGER)
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (WARNING|ERROR|CRITICAL) +(.*)")
 _MOST_EVENTS, _MOST_POINTS = 300, 5000
@@ -49,7 +51,7 @@ class RunFiles:
         self._kept: dict[str, tuple[object, Any]] = {}
         self._lock = threading.Lock()  # bounded: held while one report is made from files
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self, wanted: Wanted) -> dict[str, Any]:
         """Return what the page asks for every few seconds. `pulse` changes when the run's files do."""
         for columns in self._columns.values():
             columns.read()
