@@ -15,6 +15,7 @@ COPY environments environments
 RUN uv build --wheel --no-build-isolation --python /usr/local/bin/python3 --out-dir /dist
 
 FROM python:3.12-slim-bookworm
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ libnuma1 \
     && rm -rf /var/lib/apt/lists/* \

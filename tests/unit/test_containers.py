@@ -59,6 +59,23 @@ def test_locks_are_the_resolution() -> None:
     assert {name: pins[name] for name in installed} == installed
 
 
+def test_the_images_differ_in_what_they_serve_with() -> None:
+    """Both copy what exists and .dockerignore lets through; all but the lock and the compiler is the same."""
+    cuda, cpu = ((ROOT / name).read_text() for name in ("Dockerfile", "Dockerfile.cpu"))
+
+    def steps(text: str) -> list[str]:
+        return [line for line in text.splitlines() if not line.startswith("#")]
+
+    assert steps(cuda.replace("locks/cuda.txt", "locks/cpu.txt").replace("recommends g++ ", "recommends ")) == steps(
+        cpu
+    )
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for line in (line for line in steps(cuda) if line.startswith("COPY ") and "--from" not in line):
+        for source in line.split()[1:-1]:
+            assert (ROOT / source).exists()
+            assert any(pattern.split("/")[0] == source.split("/")[0] for pattern in sent)
+
+
 def rendered(overlay: Path) -> list[dict[str, Any]]:
     tool = next(
         (command for command in (["kustomize", "build"], ["kubectl", "kustomize"]) if shutil.which(command[0])), None
