@@ -44,11 +44,11 @@ def test_a_lost_node(cluster, tmp_path):
     cluster.start_node(NODES[1])
     until(lambda: cluster.state(job) == "COMPLETED 1", "the end of the job", seconds=SECONDS)
     verify_weights(run / "weights" / "step_12")
-    log = (run / "logs" / f"slurm-{job}.trainer.{NODES[1]}.log").read_text()
+    log = (run / "logs" / "trainer.log").read_text()
     assert "recovering from" in log
     assert "starting at step 0" not in log.split("recovering from")[1]
     assert begun < 12
-    assert (run / "logs" / f"slurm-{job}.inference.{NODES[0]}.log").exists()
+    assert (run / "logs" / f"slurm-{job}.rl.{NODES[0]}.log").exists()
     assert NODES[1] in (run / "logs" / f"slurm-{job}.log").read_text()
 
 

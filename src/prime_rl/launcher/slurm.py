@@ -3,13 +3,12 @@
 import itertools
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
 
 from prime_rl.config import EvalConfig, InferenceConfig, RLConfig, SFTConfig, write_toml
-from prime_rl.config.base import BaseConfig
 from prime_rl.config.inference import InferenceCommandConfig
 from prime_rl.config.loader import ConfigError, parse
 from prime_rl.errors import UserError
@@ -26,12 +25,9 @@ def submit(config: SlurmRun, command: str) -> None:
     base = config.output_dir / place / f"{command}.toml"
     write_toml(config, base)
     runs = variants(config, base) or [config]
-    sections = [_sections(run, command) for run in runs]
-    for run, parts in zip(runs, sections, strict=True):
-        for name, section in parts.items():
-            write_toml(section, run.output_dir / place / f"{name}.toml")
-    files = {name: f'"$RUN_DIR/{place}/{name}.toml"' for name in sections[0]}
-    text = render(config, command, files, [run.output_dir for run in runs])
+    for run in runs:
+        write_toml(run, run.output_dir / place / f"{command}.toml")
+    text = render(config, command, f'"$RUN_DIR/{place}/{command}.toml"', [run.output_dir for run in runs])
     if config.dry_run:
         return print(text, end="")
     script = base.with_suffix(".sbatch")
@@ -65,28 +61,18 @@ def variants(config: SlurmRun, base: Path) -> list[SlurmRun]:
     return made
 
 
-def _sections(config: SlurmRun, command: str) -> dict[str, BaseConfig]:
-    """Return the configuration of each process that the script starts, by name."""
-    assert config.slurm is not None
-    if not isinstance(config, RLConfig) or config.slurm.nodes == 1:
-        return {command: config}
-    parts = {"trainer": config.trainer, "orchestrator": config.orchestrator, "inference": config.inference}
-    return {name: section for name, section in parts.items() if section is not None}
+def render(config: SlurmRun, command: str, file: str, runs: Sequence[Path]) -> str:
+    """Return the batch script. `file` is the configuration as a word of the shell, in which RUN_DIR is the output
+    directory of the run, one of `runs`. Raises UserError: the nodes cannot be laid out, or the template fails.
 
-
-def render(config: SlurmRun, command: str, files: Mapping[str, str], runs: Sequence[Path]) -> str:
-    """Return the batch script. `files` are the processes' configurations as words of the shell, in which RUN_DIR is the
-    output directory of the run, one of `runs`. Raises UserError: the nodes cannot be laid out, or the template fails.
-
-    On one node the job of `rl` is the command itself. On several the first `slurm.inference_nodes` serve, one server a
-    node that fills its GPUs by data parallelism; the others train, and the orchestrator runs beside rank 0.
+    On several nodes `rl` starts on each, with its rank. Those that serve fill their GPUs by data parallelism.
     """
     slurm = config.slurm
     assert slurm is not None
     inference = config if isinstance(config, InferenceConfig) else getattr(config, "inference", None)
     devices = [getattr(part, "device", "cpu") for part in (config, inference) if part is not None]
     gpus = 0 if {*devices} == {"cpu"} else slurm.gpus_per_node
-    values = {"command": command, "slurm": slurm, "gpus": gpus, "files": files, "runs": [str(run) for run in runs]}
+    values = {"command": command, "slurm": slurm, "gpus": gpus, "file": file, "runs": [str(run) for run in runs]}
     values |= {"logs": config.output_dir / "logs", "port": inference.server.port if inference else None}
     values["flags"] = " ".join(f"--{name}" for name in ("clean", "recover") if getattr(config, name, False))
     resumes = isinstance(config, RLConfig) and config.ckpt is not None and config.ckpt.resume_step is not None
@@ -98,11 +84,11 @@ def render(config: SlurmRun, command: str, files: Mapping[str, str], runs: Seque
         size = 1 if inference is None else inference.tensor_parallel_size * inference.pipeline_parallel_size
         if gpus % size:
             raise UserError(f"slurm.gpus_per_node {gpus} is no multiple of the {size} GPUs of a replica")
-        values |= {"inference_nodes": served, "trainer_nodes": slurm.nodes - served}
-        values |= {"ranks": gpus or config.trainer_ranks or 1, "data_parallel_size": gpus // size or 1}
-        values |= {"weights_root": inference is not None and inference.weights_root is None}
-        values |= {"recovery_interval": config.trainer.recovery_interval or config.recovery_interval}
-        values |= {"api_key_var": config.orchestrator.client.api_key_var}
+        placement = {"trainer-gpus": gpus} if gpus else {}
+        if inference is not None:
+            placement |= {"inference-nodes": served, "inference.data-parallel-size": gpus // size or 1}
+        values["placement"] = " ".join(f"--{name} {value}" for name, value in placement.items())
+        values |= {"inference_nodes": served, "api_key_var": config.orchestrator.client.api_key_var}
     elif isinstance(config, SFTConfig):
         values["ranks"] = max(1, gpus - (gpus_of_a_server(inference) if inference else 0))
     path = slurm.template or TEMPLATE
