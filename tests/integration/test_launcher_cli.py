@@ -105,7 +105,7 @@ def test_wandb_offline_needs_no_network(tmp_path: Path, monkeypatch: pytest.Monk
     monitor.log(0, {"loss/mean": 1.0})
     monitor.close()
     assert list((tmp_path / "logs" / "wandb").glob("offline-run-*-abc-trainer/*.wandb"))
-    with pytest.raises(UserError, match=r"W&B did not start.*--monitor\.wandb\.offline"):
+    with pytest.raises(UserError, match=r"wandb did not start.*--monitor\.wandb\.offline"):
         Monitor(tmp_path / "online", "trainer", MonitorConfig(wandb=WandbConfig()), {})
     assert not (tmp_path / "online" / "metrics").exists()
 

@@ -20,6 +20,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MODULES = {
     "cuda-bindings": "cuda",
     "fla-core": "fla",
+    "mlflow-skinny": "mlflow",
     "flash-attn": "flash_attn",
     "flash-attn-4": "flash_attn",
     "nvidia-cudnn-frontend": "cudnn",

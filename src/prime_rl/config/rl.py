@@ -10,11 +10,11 @@ from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.loader import Entry, Table, from_files
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.share import share
-from prime_rl.config.shared import ClientConfig, Device, ModelConfig, RecoverableRun, SlurmConfig, WandbConfig
+from prime_rl.config.shared import ClientConfig, Device, ModelConfig, MonitorConfig, RecoverableRun, SlurmConfig
 from prime_rl.config.trainer import TrainerConfig, serve_adapters
 
 
-class RLConfig(RecoverableRun):
+class RLConfig(RecoverableRun, MonitorConfig):
     """A whole run: trainer, orchestrator and inference server. Settings given here reach every process that needs them.
     `rl doctor RUN` tells from a run directory who waits for whom and why, `rl audit RUN` what became of every episode,
     `rl view RUN` shows it on a web page, `rl parity` before a run whether server and trainer compute the same"""
@@ -22,7 +22,6 @@ class RLConfig(RecoverableRun):
     model: ModelConfig = option(ModelConfig, "The model.")
     device: Device = option("auto", "Where to train and serve (auto: CUDA where there is a GPU).")
     seq_len: PositiveInt | None = option(None, "Most tokens of a sample (None: as the sections say).")
-    wandb: WandbConfig | None = option(None, "Weights & Biases.")
     slurm: SlurmConfig | None = option(None, "Submit the run as a SLURM job (None: run here).", mark="one_time")
     trainer_gpus: PositiveInt = option(1, "GPUs that train.")
     inference_gpus: PositiveInt | None = option(None, "GPUs that serve (None: as many as the servers need).")

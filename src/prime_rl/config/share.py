@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from prime_rl.config.base import Problem, check
 from prime_rl.config.loader import ABSENT, SECTIONS_OF_RL, Entry, Table, in_section, spell
-from prime_rl.config.shared import CkptConfig, WandbConfig, host_in_url, same_server
+from prime_rl.config.shared import CkptConfig, MonitorConfig, host_in_url, same_server
 
 ALL = SECTIONS_OF_RL
 PAIR = ("trainer", "orchestrator")
@@ -24,6 +24,7 @@ COMMON: dict[str, tuple[str, ...]] = {
     "device": ("trainer", "inference"),
     "router_replay": ALL,
 }
+TRACKERS = tuple(MonitorConfig.model_fields)
 DEFAULT_PORT = 8000
 
 
@@ -37,11 +38,12 @@ def share(table: Table) -> None:
     check(
         *(unify(table, [key, *(f"{name}.{key}" for name in whom)]) for key, whom in common),
         *share_seq_len(table, [f"{name}.seq_len" for name in pair]),
-        *(problem for name in pair for problem in share_wandb(table, name)),
+        *(problem for key in TRACKERS for name in pair for problem in share_tracker(table, key, name)),
         agree_on_address(table, "orchestrator.client") if {"inference", "orchestrator"} <= {*sections} else None,
     )
-    if table.entry("wandb").value is not ABSENT:
-        table.set("wandb", Entry(None))
+    for key in TRACKERS:
+        if table.entry(key).value is not ABSENT:
+            table.set(key, Entry(None))
     choose_data(table)
 
 
@@ -95,10 +97,11 @@ def share_seq_len(table: Table, keys: list[str]) -> Iterator[Problem | None]:
         unify(table, keys)
 
 
-def share_wandb(table: Table, section: str) -> Iterator[Problem | None]:
-    """Copy `wandb` into the monitor of a section, which may differ from it by a stronger source."""
-    place = f"{section}.monitor.wandb"
-    top, own = table.entry("wandb"), table.entry(place)
+def share_tracker(table: Table, key: str, section: str) -> Iterator[Problem | None]:
+    """Copy a tracker of the top, such as `wandb`, into the monitor of a section, which may differ from it by a stronger
+    source."""
+    place = f"{section}.monitor.{key}"
+    top, own = table.entry(key), table.entry(place)
     if top.value is ABSENT:
         return
     # Off is written at the top of a resolved file, too, beside monitors that are on.
@@ -107,15 +110,22 @@ def share_wandb(table: Table, section: str) -> Iterator[Problem | None]:
         table.set(place, Entry(top.value))
     elif top.precedence == own.precedence and decided and (own.value is None) != (top.value is None):
         states = ("off", "on") if top.value is None else ("on", "off")
-        yield Problem(f"wandb is {states[0]} but {place} is {states[1]}", "wandb", place)
-    for name in WandbConfig.model_fields if table.entry(place).value is not None else ():
-        top, own = table.entry(f"wandb.{name}"), table.entry(f"{place}.{name}")
-        if name in ("name", "id") and top.value not in (ABSENT, None):
+        yield Problem(f"{key} is {states[0]} but {place} is {states[1]}", key, place)
+    if table.entry(place).value is None:
+        return
+    for name in [keys[-1] for keys in table.entries if keys and ".".join(keys[:-1]) == key]:
+        top, own = table.entry(f"{key}.{name}"), table.entry(f"{place}.{name}")
+        if name == "log_extras":
+            yield from share_tracker(table, f"{key}.{name}", section)
+            continue
+        if name in ("name", "id") and top.value is not None:
             top = top._replace(value=f"{top.value}-{section}")
-        if top.value is not ABSENT and (own.value is ABSENT or top.precedence > own.precedence):
+        if own.value is ABSENT or top.precedence > own.precedence:
             table.set(f"{place}.{name}", top)
-        elif top.value is not ABSENT and top.precedence == own.precedence and not same(own.value, top.value):
-            yield contradiction(table, f"wandb.{name}", f"{place}.{name}")
+            for index, item in enumerate(table.items((*key.split("."), name))):
+                table.set(f"{place}.{name}.{index}", top._replace(value=item))
+        elif top.precedence == own.precedence and not same(own.value, top.value):
+            yield contradiction(table, f"{key}.{name}", f"{place}.{name}")
 
 
 def agree_on_address(table: Table, client: str) -> Problem | None:

@@ -38,14 +38,58 @@ class ModelConfig(Section):
     trust_remote_code: bool = option(False, "Run Python code that comes with the model.")
 
 
+class LogExtrasConfig(Section):
+    """Rollouts to read, and histograms. A trainer has histograms alone."""
+
+    samples: bool = option(True, "A table of a few rollouts: prompt, completion, reward, advantage.")
+    distributions: bool = option(True, "Histograms: rewards, advantages, lengths.")
+    interval: PositiveInt = option(10, "Steps between two.")
+
+
 class WandbConfig(Section):
     """Weights & Biases."""
 
     project: str = option("prime-rl", "Project that the run appears under.")
     name: str | None = option(None, "Name of the run (None: W&B makes one up).")
     id: str | None = option(None, "Id of the run; give the one of an earlier run to continue it.")
+    group: str | None = option(None, "Group of the run's processes (None: its name or id, else its directory's name).")
+    entity: str | None = option(None, "User or team that owns the project (None: your default).")
+    tags: list[str] = option(list, "Tags of the run.")
     dir: Path = option(Path("logs"), "Directory of W&B's local files.")
     offline: bool = option(False, "Write local files only, upload nothing.")
+    log_extras: LogExtrasConfig | None = option(None, "Rollouts and histograms.")
+
+
+class TensorboardConfig(Section):
+    """TensorBoard."""
+
+    dir: Path = option(Path("tensorboard"), "Directory of event files, one below it for each process.")
+    log_extras: LogExtrasConfig | None = option(None, "Rollouts and histograms.")
+
+
+class MlflowConfig(Section):
+    """MLflow."""
+
+    uri: str | None = option(None, "Tracking server (None: $MLFLOW_TRACKING_URI, else files in mlruns/).")
+    experiment: str = option("prime-rl", "Experiment that the run appears under.")
+    name: str | None = option(None, "Name of the run (None: that of its directory, and the process).")
+    id: str | None = option(None, "Id that MLflow gave an earlier run, to continue it.")
+
+
+class TrackioConfig(Section):
+    """Trackio."""
+
+    project: str = option("prime-rl", "Project that the run appears under.")
+    name: str | None = option(None, "Name of the run; of an earlier one to continue it (None: its directory's, anew).")
+    space: str | None = option(None, "Hugging Face Space to send to (None: local files, for `trackio show`).")
+    log_extras: LogExtrasConfig | None = option(None, "Rollouts and histograms.")
+
+
+class PrometheusConfig(Section):
+    """A page /metrics for Prometheus. Inference servers have one of their own."""
+
+    port: PositiveInt = option(9464, "Port of the trainer; the orchestrator has the next one, `eval` the one after.")
+    host: str = option("127.0.0.1", "Address to listen at (0.0.0.0: all; anyone who gets there can read).")
 
 
 class SlurmConfig(Section):
@@ -88,6 +132,10 @@ class MonitorConfig(Section):
     """Where metrics go, beside metrics/*.jsonl."""
 
     wandb: WandbConfig | None = option(None, "Weights & Biases.")
+    tensorboard: TensorboardConfig | None = option(None, "TensorBoard.")
+    mlflow: MlflowConfig | None = option(None, "MLflow.")
+    trackio: TrackioConfig | None = option(None, "Trackio.")
+    prometheus: PrometheusConfig | None = option(None, "A page /metrics for Prometheus.")
 
 
 class CkptConfig(Section):

@@ -25,6 +25,7 @@ from prime_rl.fleet.router import NO_VERSION, connect_all
 from prime_rl.monitor import Monitor, Status
 from prime_rl.monitor.status import GONE_SECONDS, TrainerWatch
 from prime_rl.monitor.terminal import LiveRegion
+from prime_rl.monitor.trackers import check_trackers
 from prime_rl.transport.commit import CommitError, list_steps, step_dir
 from prime_rl.transport.protocol import BASE
 from prime_rl.transport.settings import running_processes
@@ -46,6 +47,7 @@ async def run_evals(config: EvalConfig) -> list[EvalResults]:
     """
     if "eval" in running_processes(config.output_dir):
         raise UserError(f"another eval is running in {config.output_dir}: wait for it, or give another --output-dir")
+    check_trackers({"eval": config.monitor})
     status = Status(config.output_dir, "eval")
     try:
         results = await _run_evals(config, status)

@@ -20,8 +20,9 @@ from prime_rl.launcher.plan import HostResources, Plan, describe, headlines, lay
 from prime_rl.launcher.ports import with_ports
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor import read_status
-from prime_rl.monitor.monitor import bench_table, check_wandb, metrics_path, read_metrics
+from prime_rl.monitor.monitor import bench_table, metrics_path, read_metrics
 from prime_rl.monitor.terminal import minutes
+from prime_rl.monitor.trackers import check_trackers
 from prime_rl.orchestrator.checkpoint import resume_point
 from prime_rl.transport import tenants
 from prime_rl.transport.commit import list_steps
@@ -209,7 +210,7 @@ def _check(config: RLConfig) -> None:
     for name in {section.model.name for section in sections if section is not None}:
         preflight.check_model(name)
     preflight.check_lora(config.trainer.lora, config.trainer.model.name, resumes=_resumes(config))
-    check_wandb(config.trainer.monitor.wandb, config.orchestrator.monitor.wandb)
+    check_trackers({"trainer": config.trainer.monitor, **({} if shared else {"orchestrator": orchestrator.monitor})})
     if config.inference is not None:
         guarded_host(config.inference)
         room, needed = config.inference.max_model_len, REFERENCE_TOKENS + 1

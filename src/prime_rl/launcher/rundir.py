@@ -36,6 +36,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("metrics", "configs"), _NAMED),
     "logs": (*_NAMED, "restarts.jsonl", "envs", "wandb"),  # `restarts.jsonl` of older releases
     "evals": ("*",),
+    "tensorboard": ("trainer", "sft", "orchestrator", "eval"),
     ".": (f"{LEDGER}*", "launcher.json"),  # the latter of older releases
 }
 

@@ -2,5 +2,6 @@
 
 from prime_rl.monitor.monitor import Monitor, read_metrics
 from prime_rl.monitor.status import Status, read_status
+from prime_rl.monitor.trackers import Extras
 
-__all__ = ["Monitor", "Status", "read_metrics", "read_status"]
+__all__ = ["Extras", "Monitor", "Status", "read_metrics", "read_status"]

@@ -1,44 +1,37 @@
-"""Metrics of one process: always to `metrics/<process>.jsonl`, to W&B when configured."""
+"""Metrics of one process: always to `metrics/<process>.jsonl`, and to trackers."""
 
 import json
 import math
-import netrc
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, SupportsFloat
-from urllib.parse import urlsplit
 
 import msgspec
 from loguru import logger
 
-from prime_rl.config.shared import WARM_UP, MonitorConfig, WandbConfig
-from prime_rl.errors import UserError
-from prime_rl.redact import redacted
+from prime_rl.config.shared import WARM_UP, MonitorConfig
+from prime_rl.monitor.trackers import Extras, Trackers
 from prime_rl.transport.commit import disk_errors
 
 _ROW = msgspec.json.Decoder(dict[str, int | float | bool])  # five times as fast as `json`
-_WAYS_ON = (
-    "log in with `uv run wandb login`, set WANDB_API_KEY, or write local files only with --wandb.offline "
-    "(--monitor.wandb.offline of one process)"
-)
 
 
 class Monitor:
     """One process's metrics. One thread; a distributed trainer creates it on rank 0 only."""
 
     def __init__(self, output_dir: Path, process: str, config: MonitorConfig, run_config: dict[str, Any]) -> None:
-        """`run_config` is shown by W&B only. Raises UserError when W&B is wanted and cannot start."""
-        self._wandb = None if config.wandb is None else _wandb_run(config.wandb, output_dir, process, run_config)
+        """`run_config` is shown by trackers only. Raises UserError when one is wanted and cannot start."""
+        self._trackers = Trackers(config, output_dir, process, run_config)
         self._file = JsonLines(metrics_path(output_dir, process))
         self._warned: set[str] = set()
 
-    def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+    def log(self, step: int, metrics: Mapping[str, SupportsFloat], extras: Callable[[], Extras] = Extras) -> None:
         """Record numbers of the step that was executed (0-based). Non-finite ones are dropped, with one warning a key.
-        Raises UserError if the disk is full."""
+        `extras` are made for trackers that want them now. Raises UserError if the disk is full."""
         row: dict[str, float] = {}
         for key, value in metrics.items():
             number = value if isinstance(value, int) else float(value)
@@ -48,14 +41,12 @@ class Monitor:
                 self._warned.add(key)
                 logger.warning("{} is {}: left out of the metrics (said once)", key, number)
         self._file.append({"step": step, "time": round(time.time(), 3), **row})
-        if self._wandb is not None:
-            self._wandb.log({"step": step, **row})
+        self._trackers.log(step, row, extras)
 
     def close(self) -> None:
-        """Flush every sink. W&B uploads what it still holds."""
+        """Flush every sink. Trackers upload what they still hold."""
         self._file.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._trackers.close()
 
 
 class JsonLines:
@@ -84,48 +75,6 @@ class JsonLines:
         with disk_errors(self.path, "a power cut may undo the last lines"):
             os.fsync(self._file.fileno())
         self._file.close()
-
-
-def _wandb_run(settings: WandbConfig, output_dir: Path, process: str, run_config: dict[str, Any]) -> Any:
-    import wandb  # takes a second to import: only for those who use it
-
-    directory = output_dir / settings.dir  # or `settings.dir`, if that is absolute
-    directory.mkdir(parents=True, exist_ok=True)
-    try:
-        run = wandb.init(
-            project=settings.project,
-            name=settings.name,
-            id=settings.id,
-            resume="allow" if settings.id else None,
-            reinit="create_new",  # a process may have several, one a tenant
-            dir=str(directory),
-            mode="offline" if settings.offline else None,  # None: $WANDB_MODE, or online
-            config=redacted(run_config),
-            job_type=process,
-            settings=wandb.Settings(console="off"),
-        )
-    except (wandb.errors.Error, ValueError) as error:  # ValueError: wrong WANDB_… variables
-        raise UserError(f"W&B did not start: {error}; {_WAYS_ON}") from error
-    # A resumed run repeats steps: with a step metric of our own W&B accepts them (its own counter only grows).
-    run.define_metric("*", step_metric="step")
-    return run
-
-
-def check_wandb(*configs: WandbConfig | None) -> None:
-    """Raise UserError where one of these uploads to W&B, which has no key: of a variable, or of `wandb login`."""
-    if all(config is None or config.offline for config in configs):
-        return
-    if os.environ.get("WANDB_MODE") in ("offline", "dryrun", "disabled"):
-        return
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return
-    own = urlsplit(os.environ.get("WANDB_BASE_URL", "")).hostname
-    try:
-        logins = netrc.netrc(os.environ.get("NETRC")).hosts
-    except (OSError, netrc.NetrcParseError):
-        logins = {}
-    if not any("wandb" in host or host == own for host in logins):
-        raise UserError(f"W&B has no key: {_WAYS_ON}")
 
 
 def metrics_path(output_dir: Path, process: str) -> Path:

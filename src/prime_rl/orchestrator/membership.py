@@ -79,6 +79,7 @@ def trainer_settings(config: "OrchestratorConfig") -> dict[str, Any]:
     settings = config.model_dump(mode="json", include=chosen) | config.tenant.model_dump(mode="json", include=chosen)
     settings["model"] = {"name": config.model.name}
     wandb = settings["monitor"]["wandb"] or {}
+    wandb["group"] = wandb.get("group") or config.output_dir.name
     wandb |= {key: f"{wandb[key]}-trainer" for key in ("name", "id") if wandb.get(key)}
     return settings
 

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prime_rl.envs.protocol import EpisodeResult
+from prime_rl.monitor import Extras
 from prime_rl.orchestrator.ledger import Counts
 from prime_rl.orchestrator.samples import ScoredBatch, output_tokens
 from prime_rl.orchestrator.scheduler import Batch, Drop, Group
+
+SAMPLES_SHOWN = 8  # of a step
 
 
 @dataclass
@@ -100,11 +103,28 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 
 def _distributions(groups: Sequence[Group[EpisodeResult]], scored: ScoredBatch, env: str = "") -> dict[str, float]:
     """`<quantity><env>/<statistic>` over all finished episodes of these groups, and which share of them was solved."""
+    metrics = {f"{name}{env}": share for name, share in _solved([rewards_of(group) for group in groups]).items()}
+    for name, values in _quantities(groups, scored).items():
+        metrics |= {f"{name}{env}/{statistic}": value for statistic, value in distribution(values).items()}
+    return metrics
+
+
+def step_extras(batch: Batch[EpisodeResult], scored: ScoredBatch) -> Extras:
+    """Return what trackers may show of a batch: a few rollouts, from all over it, and distributions."""
+    rows = []
+    for episode in batch.finished[:: -(-len(batch.finished) // SAMPLES_SHOWN) or 1]:
+        result, advantages = episode.result, scored.advantages.get(episode.start.episode, {})
+        rows.append((result.env, result.prompt, result.completion, result.reward, _mean([*advantages.values()])))
+    return Extras(rows, _quantities(batch.groups, scored))
+
+
+def _quantities(groups: Sequence[Group[EpisodeResult]], scored: ScoredBatch) -> dict[str, Sequence[float]]:
+    """Values of all finished episodes of these groups, of which metrics have the distribution."""
     episodes = [episode for group in groups for episode in group.finished]
     results = [episode.result for episode in episodes]
     tokens = [sum(len(sample.input_ids) for sample in result.samples) for result in results]
     sampled = [output_tokens(result) for result in results]
-    quantities: dict[str, Sequence[float]] = {
+    return {
         "reward": [result.reward for result in results],
         "advantage": [
             value for episode in episodes for value in scored.advantages.get(episode.start.episode, {}).values()
@@ -114,10 +134,6 @@ def _distributions(groups: Sequence[Group[EpisodeResult]], scored: ScoredBatch, 
         "num_input_tokens": [total - output for total, output in zip(tokens, sampled, strict=True)],
         "num_turns": [result.num_turns for result in results],
     }
-    metrics = {f"{name}{env}": share for name, share in _solved([rewards_of(group) for group in groups]).items()}
-    for name, values in quantities.items():
-        metrics |= {f"{name}{env}/{statistic}": value for statistic, value in distribution(values).items()}
-    return metrics
 
 
 def _own_metrics(groups: Sequence[Group[EpisodeResult]], env: str) -> dict[str, float]:

@@ -38,7 +38,7 @@ from prime_rl.monitor.status import TrainerWatch
 from prime_rl.orchestrator import membership
 from prime_rl.orchestrator.checkpoint import PART, JointCheckpoints, OrchestratorState, resume_point
 from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, restore
-from prime_rl.orchestrator.metrics import Tally, rewards_of, step_metrics
+from prime_rl.orchestrator.metrics import Tally, rewards_of, step_extras, step_metrics
 from prime_rl.orchestrator.samples import Admission, ScoredBatch, filter_reason, output_tokens, score_batch
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Group, Limits, Scheduler, Start, Task
 from prime_rl.orchestrator.tasks import Pools, request_seed, task_stream
@@ -394,7 +394,7 @@ class Orchestrator:
         metrics |= self.fleet.tenant_metrics()
         if (limit := self.limits.look()) is not None:
             metrics[limit.metric] = limit.share
-        self.monitor.log(batch.step, metrics)
+        self.monitor.log(batch.step, metrics, lambda: step_extras(batch, scored))
         self._algorithm_state = scored.state
         curriculum = {env: pools.state() for env, pools in self.pools.items()}
         state = OrchestratorState(batch.step + 1, self.config.seed, opened, scored.state, curriculum)

@@ -4,7 +4,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,7 @@ from torch import Tensor
 from prime_rl.config import write_toml
 from prime_rl.config.trainer import TrainingConfig
 from prime_rl.errors import UserError
-from prime_rl.monitor import Monitor, Status, log
+from prime_rl.monitor import Extras, Monitor, Status, log
 from prime_rl.monitor.status import status_path
 from prime_rl.monitor.terminal import LiveRegion
 from prime_rl.processes import ECHO_SECONDS
@@ -25,6 +25,9 @@ from prime_rl.trainer.lm_head import MAXIMA
 from prime_rl.trainer.parallel import Moment, ToHost, World, now, seconds
 from prime_rl.transport.commit import disk_errors, list_steps, step_dir
 from prime_rl.transport.weights import weights_manifest
+
+
+NO_EXTRAS = Extras()
 
 
 def stop_signal() -> Callable[[], bool]:
@@ -135,9 +138,9 @@ class Report:
         assert self._status is not None
         return self._status
 
-    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def metrics(self, step: int, metrics: Mapping[str, float], extras: Extras) -> None:
         """Record a step's numbers and print its line. Raises UserError if the disk is full."""
-        self.more_metrics(step, metrics)
+        self.more_metrics(step, metrics, extras)
         if self.main:
             last = self.config.max_steps
             parts = [f"{label} {metrics[key]:{form}}" for key, label, form in _LINE if key in metrics]
@@ -145,11 +148,11 @@ class Report:
             if not self._tenant:
                 self._region.draw_progress(step + 1, last, "steps", lambda: f", loss {metrics['loss/mean']:.4f}")
 
-    def more_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def more_metrics(self, step: int, metrics: Mapping[str, float], extras: Extras = NO_EXTRAS) -> None:
         """Record numbers of a step that were not known yet when its line was printed."""
         if self._monitor is not None:
             with disk_errors(self.config.output_dir / "metrics"):
-                self._monitor.log(step, metrics)
+                self._monitor.log(step, metrics, lambda: extras)
 
     def close(self, outcome: str, text: str) -> None:
         self._region.close()
@@ -174,6 +177,7 @@ class StepMetrics:
     known: Mapping[str, float]  # the metrics that the host knows already
     tokens: int  # of all ranks
     ideal: float | None  # seconds that the step's FLOP would take at the ranks' peak (None: not known)
+    lengths: Sequence[float]  # tokens of each sample, of all ranks
 
     def read(self) -> tuple[list[float], float]:
         """The sums over all ranks, and the gradient norm. The one place of a step where the host waits for the device;
@@ -250,5 +254,6 @@ class MetricRows:
                 "time/optimizer": seconds(graded, updated),
                 **row.known,
             },
+            Extras(distributions={"num_tokens": row.lengths}),
         )
         self.written = row.step

@@ -444,8 +444,8 @@ def tenant_config(config: TrainerConfig, directory: Path, settings: dict[str, An
         raise UserError(f"seq_len {own['seq_len']} exceeds the trainer's, {config.seq_len}")
     if own.get("ckpt"):
         own["ckpt"] |= {"output_dir": None, "resume_step": None, "save_async": True}
-    if wandb := own.get("monitor", {}).get("wandb"):
-        wandb.pop("dir", None)
+    wandb = own.get("monitor", {}).get("wandb")  # other trackers write files, or open ports
+    own["monitor"] = {"wandb": wandb and {key: value for key, value in wandb.items() if key != "dir"}}
     if own.get("loss", {}).get("type") == "custom":
         raise UserError("tenant.loss.type is custom: a trainer that others share runs no code of a tenant's own")
     try:

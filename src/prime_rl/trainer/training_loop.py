@@ -205,7 +205,7 @@ class Training:
         ideal = perf.ideal_seconds(self.costs.of(batch.lengths).sum(), world)
         sums_norm = sum_on_device(world, sums, norm)
         routing.update_biases(self.policy.sparse, sums, config.model.moe_bias_update)
-        row = StepMetrics(step, sums_norm, moments, self._names, metrics, batch.tokens, ideal)
+        row = StepMetrics(step, sums_norm, moments, self._names, metrics, batch.tokens, ideal, batch.lengths)
         self.rows.put(row)
 
         kind, weights, self._saving = self.checkpoints.due(step + 1), None, 0.0

@@ -3,6 +3,7 @@
 import errno
 import json
 import tomllib
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,7 +39,9 @@ ODD = [*ODD_WORDS.split(), "", '[{"id": "y"}]', '{"type": []}', '{"type": {"a": 
 URLS = ["http://h:8001", "http://localhost:8000/v1"]
 PLAUSIBLE = [True, 1, 0.5, 8001, "x", "muon", *URLS, ["x"], [{"id": "y"}], {"any": 1}, {}]
 # These are compared and filled between sections before the last validation.
-SHARED_NAMES = "base_url admin_base_url server wandb ckpt seq_len fake bench clean model eval inference trainer type"
+SHARED_NAMES = (
+    "base_url admin_base_url server wandb trackio ckpt seq_len fake bench clean model eval inference trainer type"
+)
 SHARED = {*SHARED_NAMES.split()}
 
 
@@ -60,7 +63,7 @@ def assignments(draw: st.DrawFn, cls: type[BaseConfig]) -> tuple[Keys, Any]:
     """A real key, or one that ends early or goes on below a scalar, and a value that may or may not fit."""
     every = paths(cls)
     keys = draw(st.sampled_from(list(every)) | st.sampled_from([one for one in every if SHARED & {*one}]))
-    value = draw(st.sampled_from([*every[keys], *PLAUSIBLE, *ODD]))
+    value = deepcopy(draw(st.sampled_from([*every[keys], *PLAUSIBLE, *ODD])))  # a table may be added to
     change = draw(st.sampled_from([""] * 9 + ["longer", "shorter", "no"]))
     if change == "longer":
         keys = (*keys, draw(st.sampled_from(["0", "type", "no_x", "x"])))

@@ -232,6 +232,12 @@ rl --wandb.project p --wandb.name run --wandb.id abc --wandb.dir w --wandb.offli
   trainer.monitor.wandb.name=run-trainer trainer.monitor.wandb.id=abc-trainer
   orchestrator.monitor.wandb.project=p orchestrator.monitor.wandb.dir=w orchestrator.monitor.wandb.offline=True
   orchestrator.monitor.wandb.name=run-orchestrator orchestrator.monitor.wandb.id=abc-orchestrator
+rl --wandb.tags a,b --wandb.log-extras.interval 5 --wandb.log-extras.no-samples --tensorboard
+  trainer.monitor.wandb.tags=['a','b'] orchestrator.monitor.wandb.tags=['a','b']
+  trainer.monitor.wandb.log_extras.interval=5 orchestrator.monitor.wandb.log_extras.samples=False
+  trainer.monitor.tensorboard.dir=tensorboard orchestrator.monitor.mlflow=None
+rl --wandb.log-extras --prometheus.port 9000
+  trainer.monitor.wandb.log_extras.interval=10 orchestrator.monitor.prometheus.port=9000
 rl --trainer.monitor.wandb.project p
   trainer.monitor.wandb.project=p orchestrator.monitor.wandb=None
 rl --trainer @ monitor --wandb.name run
@@ -292,6 +298,8 @@ rl --wandb.project p --trainer.monitor.wandb.project q
   trainer.monitor.wandb.project is q but wandb.project is p
 rl --wandb.project p --trainer.monitor.wandb None
   wandb is on but trainer.monitor.wandb is off
+rl --wandb.log-extras --trainer.monitor.wandb.no-log-extras
+  wandb.log_extras is on but trainer.monitor.wandb.log_extras is off
 rl --no-wandb --trainer.monitor.wandb
   wandb is off but trainer.monitor.wandb is on
 rl --inference.server.port 8001 --orchestrator.client.base-url http://localhost:8002/v1

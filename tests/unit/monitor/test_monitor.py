@@ -23,7 +23,8 @@ import pytest
 from prime_rl.config.shared import MonitorConfig, WandbConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, read_metrics, read_status
-from prime_rl.monitor.monitor import Tail, check_wandb, metrics_path
+from prime_rl.monitor.monitor import Tail, metrics_path
+from prime_rl.monitor.trackers import check_wandb
 from prime_rl.wait import wait
 from support.processes import REPOSITORY
 
@@ -265,7 +266,6 @@ def test_wandb_without_a_key_is_found_first(tmp_path, monkeypatch, variables, lo
 def test_runs_of_one_process_are_runs_of_their_own(tmp_path: Path) -> None:
     """Contract: what tenants of one trainer log goes to a run each."""
     config = MonitorConfig(wandb=WandbConfig(offline=True))
-    monitors = [Monitor(tmp_path / name, "trainer", config, {}) for name in ("a", "b")]
-    assert len({monitor._wandb.id for monitor in monitors}) == 2
-    for monitor in monitors:
+    for monitor in [Monitor(tmp_path / name, "trainer", config, {}) for name in ("a", "b")]:
         monitor.close()
+    assert len({path.name for path in tmp_path.rglob("run-*.wandb")}) == 2
