@@ -26,7 +26,6 @@ from prime_rl.trainer.parallel import Moment, ToHost, World, now, seconds
 from prime_rl.transport.commit import disk_errors, list_steps, step_dir
 from prime_rl.transport.weights import weights_manifest
 
-
 NO_EXTRAS = Extras()
 
 
