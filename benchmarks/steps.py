@@ -29,14 +29,14 @@ from transformers import (
 
 from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.config.trainer import WeightsConfig
-from prime_rl.monitor import log
+from prime_rl.monitor import Extras, log
 from prime_rl.trainer import attention, memory, moe, perf, router_replay, routing
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Document
 from prime_rl.trainer.parallel import close_world, gather, init_world, now
 from prime_rl.trainer.reference_scorer import ReferenceScorer
-from prime_rl.trainer.report import MetricRows, Report, StepMetrics, sum_on_device
+from prime_rl.trainer.report import NO_EXTRAS, MetricRows, Report, StepMetrics, sum_on_device
 from prime_rl.trainer.rl import train as rl
 from prime_rl.trainer.rl.data import FakeSamples
 from prime_rl.trainer.sft import train as sft
@@ -230,9 +230,9 @@ class Recorder(Report):
         super().__init__(*arguments)
         self.told: dict[int, dict[str, float]] = {}
 
-    def more_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def more_metrics(self, step: int, metrics: Mapping[str, float], extras: Extras = NO_EXTRAS) -> None:
         self.told.setdefault(step, {}).update(metrics)
-        super().more_metrics(step, metrics)
+        super().more_metrics(step, metrics, extras)
 
 
 class Bench:
@@ -354,7 +354,7 @@ class Bench:
         ideal = perf.ideal_seconds(self.costs.of(batch.lengths).sum(), world)
         known, sums_norm = {"time/wait_for_batch": waited}, sum_on_device(world, sums, norm)
         names = partial(routing.step_metrics, self.policy.sparse, self.recipe.names)
-        row = StepMetrics(step, sums_norm, moments, names, known, batch.tokens, ideal)
+        row = StepMetrics(step, sums_norm, moments, names, known, batch.tokens, ideal, batch.lengths)
         self.rows.put(row)
         if self.case.export:
             self.versions.publish(step + 1, row.read)
