@@ -131,8 +131,8 @@ def start_mlflow(settings: shared.MlflowConfig, origin: Origin) -> Tracker:
         run = client.get_run(settings.id).info.run_id
         client.update_run(run, status="RUNNING")
     else:
-        found = client.get_experiment_by_name(settings.experiment)
-        experiment = client.create_experiment(settings.experiment) if found is None else found.experiment_id
+        known = client.get_experiment_by_name(settings.experiment)
+        experiment = client.create_experiment(settings.experiment) if known is None else known.experiment_id
         tags = {"group": origin.group(settings.name), "process": origin.process}
         run = client.create_run(experiment, tags=tags, run_name=origin.name(settings.name)).info.run_id
         client.log_batch(run, params=[Param(key, str(value)[:500]) for key, value in origin.run_config.items()])
