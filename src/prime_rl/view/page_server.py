@@ -14,7 +14,6 @@ from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from prime_rl.config.shared import host_in_url
 from prime_rl.errors import UserError, say
 from prime_rl.view.run_files import QUERIES, RunFiles, answer, find_runs
 
@@ -39,7 +38,7 @@ def view(paths: Sequence[Path], host: str, port: int | None, export: Path | None
         size = write_page(runs, export)
         return say(f"wrote {export} ({size / 2**20:.1f} MiB), which needs no other file")
     listening, token = listen(host, port), "" if host in _LOOPBACK else secrets.token_urlsafe(24)
-    place = host_in_url(host) if host in _LOOPBACK else socket.gethostname() if host in ("0.0.0.0", "::") else host
+    place = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     url = f"http://{place}:{listening.getsockname()[1]}/" + (f"?token={token}" if token else "")
     say(f"{', '.join(runs.values())}: {url} (Ctrl-C ends)")
     uvicorn.Server(uvicorn.Config(page_app(paths, token), log_level="warning")).run(sockets=[listening])
@@ -74,7 +73,7 @@ def page_app(paths: Sequence[Path], token: str = "") -> FastAPI:
         return response
 
     if not token:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]"])
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_LOOPBACK, "[::1]"])
 
     @app.get("/api/runs")
     def summaries() -> Any:
