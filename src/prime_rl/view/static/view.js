@@ -332,8 +332,8 @@ async function rollouts(wanted) {
       range("reward"),
       episodes ? field("outcome", choice("outcome",
         [["", "all"], ...(page?.outcomes || []).map((one) => [one, one === "batched" ? "trained" : one])]))
-        : [field("sort", choice("sort", [["", "as trained"], ["reward", "reward, lowest first"], ["-reward", "reward, highest first"],
-          ["-length", "longest first"], ["length", "shortest first"]])),
+        : [field("sort", choice("sort", [["", "as trained"], ["reward", "lowest reward"], ["-reward", "highest reward"],
+          ["-length", "longest"], ["length", "shortest"]])),
           input("text", { type: "search", placeholder: "part of the text", label: "part of the text" }),
           h("label", null, h("input", { type: "checkbox", checked: !!wanted.cut,
             onchange: (event) => go({ cut: event.target.checked ? 1 : "", offset: "" }) }), "cut off only"),
