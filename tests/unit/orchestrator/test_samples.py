@@ -32,7 +32,7 @@ from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, RoutedEx
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.algorithms import user_function
 from prime_rl.orchestrator.ledger import Counts
-from prime_rl.orchestrator.metrics import Tally, step_metrics
+from prime_rl.orchestrator.metrics import Tally, step_extras, step_metrics
 from prime_rl.orchestrator.samples import ScoredBatch, filter_reason, rejection_reason, score_batch, streams_of
 from prime_rl.orchestrator.scheduler import Batch, Drop, Finished, Group, Start, Task
 from prime_rl.transport.rollouts import write_batch
@@ -255,6 +255,17 @@ def test_metrics_of_a_step():
     expected = {"reward/mean": 0.25, "reward/a/mean": 0.5, "reward/b/mean": 0.0, "advantage/a/std": 0.5}
     expected |= {"solved_some/a": 1.0, "solved_none/b": 1.0}
     assert {name: metrics[name] for name in expected} == expected
+
+
+def test_what_trackers_may_show():
+    """Contract: a few rollouts from all over the batch, whatever its size, and values of all that finished."""
+    for size in (1, 8, 9, 100):
+        one = batch(rewarded(*(float(number % 2) for number in range(size))))
+        extras = step_extras(one, score(one))
+        rewards = [row[3] for row in extras.samples]
+        assert 1 <= len(rewards) <= 8
+        assert extras.samples[0][0] == one.finished[0].result.env
+        assert len(extras.distributions["reward"]) == len(extras.distributions["num_turns"]) == size
 
 
 def result(tokens: list[int], reward: float = 0.0, logprob: float = -0.5, **fields: object) -> EpisodeResult:

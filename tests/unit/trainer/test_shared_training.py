@@ -251,9 +251,10 @@ def test_slots_and_settings(deploy, tmp_path, tied_model):
     assert one.run_to_the_end()["bob"] == "finished"
 
     away = {"ckpt": {"output_dir": "/tmp", "interval": 3}, "weights": {"host": "x"}, "output_dir": "/", "lora": None}
-    mine = tenant_config(one.config, tmp_path, ALICE | away | {"monitor": {"wandb": {"dir": "/tmp"}}})
+    mine = tenant_config(one.config, tmp_path, ALICE | away | {"monitor": {"wandb": {"dir": "/tmp"}, "prometheus": {}}})
     assert mine.ckpt is not None
     assert mine.monitor.wandb is not None
+    assert mine.monitor.prometheus is None, "it would open a port of the trainer's host"
     assert (mine.ckpt.output_dir, mine.ckpt.interval, str(mine.monitor.wandb.dir)) == (None, 3, "logs")
     assert (mine.weights.host, mine.output_dir, mine.lora) == (None, tmp_path, LoRAConfig(**LORA))
     for wrong, message in (
