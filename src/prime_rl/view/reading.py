@@ -16,6 +16,7 @@ from prime_rl.transport.commit import list_steps, step_dir
 from prime_rl.transport.rollouts import FILE, SCHEMA, Sample, open_batch
 
 PAGE = 50  # rows
+ROUNDING = 5e-4  # of the rewards that the page shows, which are given as filters
 _SCALARS = ("sample_id", "group_id", "task_id", "env", "reward", "is_truncated", "policy_versions")
 _STREAMS = ("logprobs", "advantages", "ref_logprobs", "rl_weight", "ce_weight", "ref_kl_weight")
 _PREVIEW = 200  # characters
@@ -124,20 +125,20 @@ class StepSamples:
 
     def rows(self, wanted: Mapping[str, str], decoder: Decoder | None) -> list[int]:
         """Return the rows that fit `wanted`: env, group, low and high (of the reward), cut ("1": only those that were
-        cut off), text (which they contain), in the order of `sort`: "reward" or "length", with "-" the other way round.
+        cut off), text (of the reply), in the order of `sort`: "reward" or "length", with "-" the other way round.
         """
         reward = np.array(self["reward"], dtype=float)
         low, high = (float(wanted.get(name) or sign * np.inf) for name, sign in (("low", -1), ("high", 1)))
-        keep = (reward >= low - 1e-9) & (reward <= high + 1e-9)
+        keep = (reward >= low - ROUNDING) & (reward <= high + ROUNDING)
         for name, column in (("env", "env"), ("group", "group_id")):
             if value := wanted.get(name):
                 keep &= np.array([one == value for one in self[column]], dtype=bool)
         if wanted.get("cut"):
             keep &= np.array(self["is_truncated"], dtype=bool)
         rows, sort = np.flatnonzero(keep), wanted.get("sort") or ""
-        if decoder is not None and (text := wanted.get("text", "").lower()):
-            whole = (decoder.text(np.asarray(one.input_ids).tolist()) for one in self._batch.rows(rows.tolist()))
-            rows = rows[[text in one.lower() for one in whole]]
+        if decoder is not None and (text := wanted.get("text", "")):
+            replies = (np.asarray(one.input_ids)[np.asarray(one.loss_mask)] for one in self._batch.rows(rows.tolist()))
+            rows = rows[[text in decoder.text(reply.tolist()) for reply in replies]]
         if sort:
             values = self._batch.lengths if sort.endswith("length") else reward
             rows = rows[np.argsort(values[rows] * (-1 if sort.startswith("-") else 1), kind="stable")]

@@ -20,7 +20,7 @@ from prime_rl.monitor.monitor import metrics_path
 from prime_rl.orchestrator.audit import audit
 from prime_rl.transport.commit import CommitError, list_steps, step_dir
 from prime_rl.transport.settings import LEDGER
-from prime_rl.view.reading import PAGE, Decoder, StepSamples, absence, find_decoder
+from prime_rl.view.reading import PAGE, ROUNDING, Decoder, StepSamples, absence, find_decoder
 from prime_rl.view.series import MetricColumns
 
 PROCESSES = ("trainer", "orchestrator", "inference", "eval")
@@ -31,10 +31,11 @@ _ENTRIES = ("configs", "metrics", "status", "rollouts", LEDGER)
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (WARNING|ERROR|CRITICAL) +(.*)")
 _MOST_EVENTS, _MOST_POINTS = 300, 5000
 _BUSY_SECONDS = 2.0
-_OUTCOME = "CASE reason WHEN 'filtered' THEN 'filtered: ' || detail ELSE coalesce(reason, e.state) END"
+_OUTCOME = "coalesce(CASE WHEN reason = 'filtered' AND detail <> '' THEN 'filtered: ' || detail END, reason, e.state)"
 _EPISODE = "e.id, env, task_id, e.state, reason, detail, e.step, first, last, tokens, reward"
 _EPISODES = "FROM episodes e JOIN groups g ON g.number = group_number WHERE"
-_TERMS = {"env": "env = ?", "outcome": f"{_OUTCOME} = ?", "step": "e.step = ?", "low": "reward >= ?"}
+_TERMS = {"env": "env = ?", "outcome": f"? IN ({_OUTCOME}, reason)", "step": "e.step = ?"}
+_TERMS |= {"low": f"reward >= ? - {ROUNDING}", "high": f"reward <= ? + {ROUNDING}"}
 
 Wanted = Mapping[str, str]  # the parameters of a request
 
@@ -149,10 +150,10 @@ class RunFiles:
     def episodes(self, wanted: Wanted) -> dict[str, Any]:
         """Return a page of episodes, newest first, that fit `wanted`: env, outcome (a state, or why it was dropped),
         step, low and high (of the reward), offset."""
-        path, chosen = self.path / LEDGER, {name: wanted[name] for name in (*_TERMS, "high") if wanted.get(name)}
+        path, chosen = self.path / LEDGER, {name: wanted[name] for name in _TERMS if wanted.get(name)}
         if not path.exists():
             raise UserError(f"{path} does not exist: the run has no ledger")
-        terms = " AND ".join(["1", *((_TERMS | {"high": "reward <= ?"})[name] for name in chosen)])
+        terms = " AND ".join(["1", *(_TERMS[name] for name in chosen)])
         values = [value if name in ("env", "outcome") else float(value) for name, value in chosen.items()]
         query = f"SELECT {_EPISODE} {_EPISODES} {terms} ORDER BY group_number DESC, e.number, attempt LIMIT ? OFFSET ?"
         uri = f"{path.absolute().as_uri()}?mode=ro"

@@ -23,7 +23,8 @@ def test_a_page_of_samples(run: RunFiles) -> None:
     assert page["rows"][0]["preview"].endswith("äöü <b>12<|im_end|>")
     assert [row["row"] for row in answer(run, "samples", {"step": "3", "offset": "20"})["rows"]] == [20]
     assert answer(run, "samples", {"step": "3", "cut": "1"})["total"] == 1
-    assert [row["row"] for row in answer(run, "samples", {"step": "3", "text": "ÄÖÜ <b>7"})["rows"]] == [7]
+    assert [row["row"] for row in answer(run, "samples", {"step": "3", "text": "äöü <b>7"})["rows"]] == [7]
+    assert answer(run, "samples", {"step": "3", "text": "ÄÖÜ <b>7"})["total"] == 0
 
 
 def test_a_sample(run: RunFiles) -> None:

@@ -252,6 +252,7 @@ function input(name, { label = name, ...attributes } = {}) {
 }
 function choice(name, options, attributes = {}) {
   const value = address().wanted[name] ?? "";
+  if (!options.some(([key]) => String(key) === value)) options = [...options, [value, value]];  // typed into the address
   return h("select", { "aria-label": attributes.label || name,
     onchange: (event) => go({ [name]: event.target.value, offset: "", ...attributes.reset }) },
     options.map(([key, text]) => h("option", { value: key, selected: String(key) === value }, text)));
@@ -291,7 +292,7 @@ async function curves(wanted) {
     field("smooth", choice("smooth", [["", "no"], ["0.6", "a little"], ["0.9", "much"], ["0.98", "very much"]])),
     h("span.quiet.optional", null, "drag: zoom · click, or ← → and Enter: rollouts of that step"));
   const cards = charts.map(([title, key]) => h("section.card", null,
-    h("h2", null, h("span", { title }, title), h("code", { title: key }, key.split(":")[1])),
+    h("h2", null, h("span", { title }, title), h("code", { title: key }, key)),
     lineChart(data.filter(([, series]) => series[key]).map(([run, series]) => ({ label: run.name, color: run.color, ...series[key] })),
       { weight, label: `${title} over steps`, onpick, onzoom })));
   const rest = keys.filter((key) => !chosen.has(key) && !key.endsWith(":time"));
@@ -332,9 +333,9 @@ async function rollouts(wanted) {
       range("reward"),
       episodes ? field("outcome", choice("outcome",
         [["", "all"], ...(page?.outcomes || []).map((one) => [one, one === "batched" ? "trained" : one])]))
-        : [field("sort", choice("sort", [["", "as trained"], ["reward", "lowest reward"], ["-reward", "highest reward"],
+        : [field("sort", choice("sort", [["", "order in the batch"], ["reward", "lowest reward"], ["-reward", "highest reward"],
           ["-length", "longest"], ["length", "shortest"]])),
-          input("text", { type: "search", placeholder: "part of the text", label: "part of the text" }),
+          input("text", { type: "search", placeholder: "part of the reply", label: "part of the reply, in this case" }),
           h("label", null, h("input", { type: "checkbox", checked: !!wanted.cut,
             onchange: (event) => go({ cut: event.target.checked ? 1 : "", offset: "" }) }), "cut off only"),
           wanted.group && h("button", { type: "button", onclick: () => go({ group: "" }) }, `group ${wanted.group} ×`)]]);
@@ -345,7 +346,7 @@ async function rollouts(wanted) {
   const tabbed = items.find((item) => item.getAttribute("aria-current")) || items[0];
   for (const item of items) item.tabIndex = item === tabbed ? 0 : -1;  // arrows choose within the list
   const pages = h("div.foot", null, page.total != null ? `${number(page.total)} of ${number(page.of)} samples`
-    : `episodes ${offset + 1} to ${offset + items.length}`,
+    : items.length > 0 && `episodes ${offset + 1} to ${offset + items.length}`,
     (offset > 0 || more) && [h("button", { type: "button", disabled: !offset,
       onclick: () => go({ offset: Math.max(0, offset - 50) || "" }) }, "‹ 50"),
       h("button", { type: "button", disabled: !more, onclick: () => go({ offset: offset + 50 }) }, "50 ›")]);
@@ -358,7 +359,7 @@ async function rollouts(wanted) {
   else if (chosen !== "" || wanted.id) {
     try { detail.append(...sampleView(await get("sample", episodes ? { run, step: wanted.of, id: wanted.id } : { run, step, row: chosen }),
       run)); } catch (error) { detail.append(note(error.message)); }
-  } else detail.append(note(known.note));
+  } else detail.append(note(page.of ? "No sample of this step fits the filters." : known.note));
   return [bar, h("div.reader", null, list, detail)];
 }
 const rewardCell = (reward) => h("b.n", null, reward == null ? "–" : number(reward, 3));
@@ -386,7 +387,7 @@ function sampleView(sample, run) {
   const versions = sample.policy_versions, fact = (name, value) => h("div", null, h("dt", null, name), h("dd", null, value));
   const facts = h("dl.facts", null, fact("task", sample.task_id), fact("environment", sample.env), fact("reward", number(sample.reward)),
     fact("advantage", number(sample.advantage)), fact("tokens", `${number(sum(sample.mask))} trained of ${number(sample.ids.length)}`),
-    fact("policy versions", versions.length > 1 ? `${versions[0]} to ${versions.at(-1)}` : String(versions[0] ?? "–")),
+    fact(versions.length > 1 ? "policy versions" : "policy version", versions.length > 1 ? `${versions[0]} to ${versions.at(-1)}` : String(versions[0] ?? "–")),
     fact("step", `${sample.step}${versions.length ? ` (${sample.step - versions[0]} off-policy)` : ""}`),
       fact("temperature", number(sample.temperature)),
     fact("cut off", sample.is_truncated ? h("span.warn", null, "yes") : "no"),
@@ -542,7 +543,7 @@ async function ledger() {
         outcomes.map(([env, outcome, count, tokens, reward]) => {
         const share = count / (issued[env] || 1), name = outcome.replace("dropped: ", ""), filter = outcome === "trained"
           || outcome === "in a batch" ? "batched" : outcome === "in flight" ? "issued" : outcome === "issued" ? "" : name;
-        const target = link("rollouts", { run: run.place || "", list: "episodes", env, outcome: name === "filtered" ? "" : filter });
+        const target = link("rollouts", { run: run.place || "", list: "episodes", env, outcome: filter });
         return [env, FILE ? outcome : h("a", { href: target }, outcome), number(count),
           h("div.meter", null, h("i", { style: { width: `${100 * share}%` } })), percent(share), number(tokens), number(reward)];
       }), [2, 4, 5, 6]), faults.length ? faults.map((fault) => note(`The ledger contradicts itself: ${fault}`, "bad"))
