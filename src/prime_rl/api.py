@@ -134,8 +134,8 @@ class Server:
 
 
 def run(config: RLConfig) -> RunDirectory:
-    """Make the run that `rl` makes, print its progress, and return it once it has ended. An interrupt has it finish its
-    step, and save that; in a thread other than the main one there is none.
+    """Run `rl` to the end and print its progress. In the main thread, the first Ctrl-C finishes and saves the current
+    step. With `slurm` or `dry_run`, return at once.
 
     Raises:
         UserError: it cannot work, which is found before anything starts, or it has failed.

@@ -1,8 +1,8 @@
 """Base classes of all configuration: sections, settings common to all entrypoints, and contradictions of settings."""
 
 import difflib
-import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -238,7 +238,7 @@ def to_toml(config: BaseConfig) -> str:
 
 def write_toml(config: BaseConfig, path: Path) -> None:
     """Write `to_toml(config)` to `path`, whole or not at all, and make its directory. Raises UserError."""
-    staged = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    staged = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")  # hosts may share the directory
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         staged.write_text(to_toml(config), encoding="utf-8")

@@ -52,7 +52,7 @@ class Console:
         self._watch.read()  # a resumed trainer takes batches that were made, and reported, in an earlier incarnation
         self._updates: dict[int, Row] = {}  # the trainer's rows that have no line yet
         self._step_ends: list[float] = []  # unix times, since
-        self._steady = 0.0  # the last process was ready: before, steps waited for its start
+        self._all_ready_at = 0.0  # the last process was ready: before, steps waited for its start
         self.steps: set[int] = set()  # that were printed
 
     def say(self, text: str) -> None:
@@ -66,7 +66,7 @@ class Console:
         for name, status in statuses.items():
             if "." not in name and name != LAUNCHER:  # no rank but the first
                 self._show(status)
-                self._steady = max(self._steady, status.ready or 0.0)
+                self._all_ready_at = max(self._all_ready_at, status.ready or 0.0)
         for line in [] if self._bench else self.step_lines():
             self.say(line)
         self.region.draw(lambda: self.rows(statuses))
@@ -89,7 +89,7 @@ class Console:
             yield [_label("limited by"), (self._limit.name, "bold"), (f" ({self._limit.reason})", "dim")]
         for name, log in self._logs.items():
             for logged in filter(None, map(_LOGGED.match, log.lines())):
-                if not name.startswith(SERVER):  # an engine warns of much that is as it should be
+                if not name.startswith(SERVER):  # vLLM logs many harmless warnings
                     self._warning = [(f"{logged[1].decode()} {name}: {logged[2].decode(errors='replace')}", "yellow")]
         if self._warning:
             yield [_label("warning"), *self._warning]
@@ -133,7 +133,7 @@ class Console:
         """`Step 3 [4/20] | reward 0.312 | …`: the number counts from 0, the brackets say how many are done."""
         self.steps.add(step)
         recent = [*self._step_ends[-_ETA_STEPS:], trainer["time"]]
-        self._step_ends = [end for end in recent if end >= self._steady]
+        self._step_ends = [end for end in recent if end >= self._all_ready_at]
         row = {**trainer, **{key: orchestrator[key] for key in ("reward/mean",) if key in orchestrator}}
         parts = [f"Step {step} [{step + 1}/{self._max_steps}]" if self._max_steps else f"Step {step} [{step + 1}]"]
         parts += [form.format(row[key]) for key, form in _STEP_METRICS.items() if key in row]

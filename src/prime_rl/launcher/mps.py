@@ -1,4 +1,4 @@
-"""NVIDIA's Multi-Process Service (MPS): the processes on one GPU compute at the same time, where else they take turns.
+"""NVIDIA's Multi-Process Service (MPS): lets processes on one GPU compute concurrently in place of time-slicing.
 
 As a program: the daemon, for as long as its launcher lives. CUDA finds it by two environment variables.
 """
@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from prime_rl.errors import UserError
 from prime_rl.processes import Child, watch
-from prime_rl.wait import WaitTimeout, wait
+from prime_rl.wait import wait
 
 _CONTROL, _PIPES, _LOGS = "nvidia-cuda-mps-control", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 _START_SECONDS = 20.0
@@ -32,23 +32,21 @@ def mps_daemon(output_dir: Path) -> Iterator[dict[str, str]]:
         return
     if shutil.which(_CONTROL) is None:
         raise UserError(f"mps: there is no {_CONTROL} on the PATH, which comes with NVIDIA's driver: leave mps out")
-    log = output_dir / "logs" / "mps.log"
+    log = output_dir / "logs" / "mps" / "mps.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     # The path of a socket may have 107 characters, which run directories exceed.
     with TemporaryDirectory(prefix="prime-rl-mps-") as directory, log.open("ab") as output:
         variables = {_PIPES: directory, _LOGS: str(log.parent)}
-        # The daemon manages all GPUs: clients would have to count those that it sees.
+        # Unset CUDA_VISIBLE_DEVICES: otherwise clients' device indices are relative to the daemon's.
         env = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"} | variables
         daemon = Child([sys.executable, "-m", "prime_rl.launcher.mps"], env, output)
         try:
-            subject = "NVIDIA's MPS to start"
+            subject = f"start of mps (see {log})"
             wait(lambda: daemon.status is not None or _ask("get_server_list", env), subject=subject, owner=_CONTROL,
                  seconds=_START_SECONDS)  # fmt: skip
             if daemon.status is not None:
                 raise UserError(f"mps: {_CONTROL} does not start, see {log}: leave mps out")
             yield variables
-        except WaitTimeout as error:
-            raise UserError(f"mps: {error}; see {log}") from error
         finally:
             _ask("quit", env)
             daemon.reap()

@@ -28,8 +28,7 @@ def process_of(
 
 @contextmanager
 def running_server(config: InferenceConfig, seconds: float) -> Iterator[None]:
-    """Have a server of these settings serve in a `with` block. Raises UserError: it has ended, by its own reason, or is
-    not ready after so many seconds."""
+    """Run a server with these settings during a `with` block. Raises UserError if it exits or is not ready in time."""
     env = {"VLLM_API_KEY": config.api_key} if config.api_key else {}
     child = SupervisedChild(process_of(SERVER, config, env, ServerSpec(config.server.url, seconds)))
     forget_status(config.output_dir, SERVER)

@@ -73,7 +73,9 @@ def render(config: SlurmRun, command: str, file: str, runs: Sequence[Path]) -> s
     devices = [getattr(part, "device", "cpu") for part in (config, inference) if part is not None]
     gpus = 0 if {*devices} == {"cpu"} else slurm.gpus_per_node
     values = {"command": command, "slurm": slurm, "gpus": gpus, "file": file, "runs": [str(run) for run in runs]}
-    values |= {"logs": config.output_dir / "logs", "port": inference.server.port if inference else None}
+    values |= {"logs": f"{config.output_dir / 'logs'}", "port": inference.server.port if inference else None}
+    ckpt = getattr(config, "ckpt", None)
+    values["checkpoints"] = f"{ckpt.output_dir / 'checkpoints'}" if ckpt and ckpt.output_dir else ""
     values["flags"] = " ".join(f"--{name}" for name in ("clean", "recover") if getattr(config, name, False))
     resumes = isinstance(config, RLConfig) and config.ckpt is not None and config.ckpt.resume_step is not None
     values["flags_again"] = "--recover --ckpt.resume-step None" if resumes else "--recover"

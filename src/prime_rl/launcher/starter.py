@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,17 @@ from prime_rl.config import ConfigError, InferenceConfig, RLConfig, parse
 from prime_rl.config.base import find
 from prime_rl.config.starter import StarterConfig
 from prime_rl.envs import ids
-from prime_rl.errors import UserError, say
+from prime_rl.errors import UserError, say, user_errors
 from prime_rl.launcher import preflight
 from prime_rl.launcher.plan import HostResources, visible_gpus
 
 _STATES = 8  # times the size of 16-bit weights: float32 masters and gradients, and moments of AdamW
-_TINY, _SMALL = "assets/tiny-reverse", "Qwen/Qwen3-0.6B"  # the first is in a checkout, and has learnt some reverse-text
+_TINY, _SMALL = "assets/tiny-reverse", "Qwen/Qwen3-0.6B"  # the first: already partly trained on reverse-text
 
 
 def write_starter(config: StarterConfig) -> None:
     """Ask for what is missing, write the file, and say what comes next.
-    Raises UserError: the file exists, or the answers name what cannot be."""
+    Raises UserError: the file exists, or an answer is invalid."""
     if config.file.exists():
         raise UserError(f"{config.file} exists: give another --file")
     environment = config.environment or _answer(f"Environment ({', '.join(ids.installed())})", "reverse-text")
@@ -32,7 +33,8 @@ def write_starter(config: StarterConfig) -> None:
     tiny = environment == "reverse-text" and gpus == "0" and Path(_TINY).is_dir()
     model = config.model or _answer("Model (hub name or directory)", _TINY if tiny else _SMALL)
     draft = config.file.with_name(f".{config.file.name}.tmp")
-    draft.write_text(starter_text(environment, model, int(gpus), f"uv run rl @ {config.file}"))
+    with user_errors(f"cannot write {config.file}", OSError):
+        draft.write_text(starter_text(environment, model, int(gpus), f"uv run rl @ {config.file}"))
     try:
         run = parse(RLConfig, ["@", str(draft)], {})
         preflight.check_environment(run.orchestrator.all_environments()[0])
@@ -48,22 +50,24 @@ def write_starter(config: StarterConfig) -> None:
 
 
 def _answer(question: str, default: str) -> str:
-    typed = input(f"{question} [{default}]: ").strip() if sys.stdin.isatty() else ""  # bounded: by the user
+    typed = ""
+    with suppress(EOFError):
+        typed = input(f"{question} [{default}]: ").strip() if sys.stdin.isatty() else ""  # bounded: by the user
     return typed or default
 
 
 def starter_text(environment: str, model: str, gpus: int, command: str) -> str:
     """Return a file for a run on so many GPUs. What many users change next is in it as a comment."""
-    cpu, served = gpus == 0, gpus - gpus // 2  # as many GPUs serve as train, or one more
+    cpu, inference_gpus = gpus == 0, gpus - gpus // 2  # as many GPUs serve as train, or one more
     host = HostResources.of_this_host(InferenceConfig.model_validate({"model": {"name": model}}))
     states, memory = (host.weights_gib or 0.0) * _STATES, (host.gpu_gib or math.inf) * max(gpus // 2, 1)
     adapters = not cpu and states > memory
     layout: dict[str, Any] = {"device": "cpu"} if cpu else {"share_gpus": True}
     if gpus > 1:
-        layout = {"inference_gpus": served, "trainer_gpus": gpus - served}
+        layout = {"inference_gpus": inference_gpus, "trainer_gpus": gpus - inference_gpus}
     reply, sample = (128, 512) if cpu else (1024, 2048)
     lora, rate = {"trainer.lora.rank": 16}, 2e-4 if cpu else 1e-5 if adapters else 1e-6
-    used: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "max_steps": 100, "async_level": 1, **layout, "model.name": model,
         "trainer.seq_len": sample * (1 if cpu else 8), "trainer.optim.lr": rate,
         **(lora if adapters else {}),
@@ -74,11 +78,11 @@ def starter_text(environment: str, model: str, gpus: int, command: str) -> str:
         "inference.max_model_len": sample, **({"inference.fork_engine": True} if cpu else {}),
         "ckpt.interval": 50,
     }  # fmt: skip
-    unused = {"wandb.project": "prime-rl", **({} if adapters else lora)}
+    commented_settings = {"wandb.project": "prime-rl", **({} if adapters else lora)}
     lines, section = [f"# {command}", "# All options: uv run rl --help=all"], ""
-    for name, value in [*used.items(), *unused.items()]:
+    for name, value in [*settings.items(), *commented_settings.items()]:
         table, _, key = name.rpartition(".")
-        mark = "# " if name in unused else ""
+        mark = "# " if name in commented_settings else ""
         if table != section or mark:
             lines += ["", f"{mark}[{table}]"]
             section = table

@@ -16,7 +16,7 @@ from prime_rl.errors import say, until_closed
 if TYPE_CHECKING:
     from rich.live import Live
 
-COLUMNS = 120  # of a row at most
+MAX_WIDTH = 120  # of a row, in columns
 _DRAW_SECONDS = 0.25  # between two drawings
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BAR_CELLS = 24
@@ -43,8 +43,8 @@ class LiveRegion(AbstractContextManager["LiveRegion"]):
             self.live.console.print(text, style=style)
 
     def draw(self, rows: Callable[[], Iterable[Spans]]) -> None:
-        """Show these rows in place of the last ones, unless those were drawn just now. The first ones are kept where
-        the terminal is low."""
+        """Show these rows in place of the last ones, unless those were drawn just now. Only the first are kept if
+        the terminal has few lines."""
         due = time.monotonic() - self._drawn >= _DRAW_SECONDS
         if not (due and self._capable and sys.stdout.isatty()):
             return
@@ -59,12 +59,12 @@ class LiveRegion(AbstractContextManager["LiveRegion"]):
                 own = sys.stderr.isatty()
                 self.live = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=own)
                 self.live.start()
-                console.show_cursor()  # a killed process leaves it so
+                console.show_cursor()  # a killed process may have hidden it
             columns, lines = os.get_terminal_size(sys.stdout.fileno())
-            self.live.console.size = size = (columns or COLUMNS, lines or 24)  # a terminal may not know
+            self.live.console.size = size = (columns or MAX_WIDTH, lines or 24)  # a terminal may not know
             texts = [Text.assemble(*spans, no_wrap=True) for spans in rows()][: max(1, size[1] // 2)]
             for text in texts:
-                text.truncate(min(COLUMNS, size[0] - 1), overflow="ellipsis")
+                text.truncate(min(MAX_WIDTH, size[0] - 1), overflow="ellipsis")
             self.live.update(Group(*texts), refresh=True)
         self._drawn = time.monotonic()
 

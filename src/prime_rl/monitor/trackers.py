@@ -22,15 +22,15 @@ from urllib.parse import urlsplit
 from loguru import logger
 
 from prime_rl.config import shared
-from prime_rl.errors import UserError, one_line
+from prime_rl.errors import UserError, one_line, user_errors
 from prime_rl.redact import redacted
 from prime_rl.wait import TaskThread
 
-COLUMNS = ["env", "prompt", "completion", "reward", "advantage"]
+SAMPLE_COLUMNS = ["env", "prompt", "completion", "reward", "advantage"]
 _CLOSE_SECONDS = 300.0  # W&B uploads what it still holds
 _CHECK_SECONDS = 5.0
 _PORTS = {"orchestrator": 1, "eval": 2}  # beyond the port in the settings
-_WAYS_ON = (
+_WANDB_HINT = (
     "log in with `uv run wandb login`, set WANDB_API_KEY, or write local files only with --wandb.offline "
     "(--monitor.wandb.offline of one process)"
 )
@@ -38,20 +38,20 @@ _WAYS_ON = (
 
 @dataclass(frozen=True)
 class Extras:
-    """What a step may show beside its numbers: rollouts, rows of `COLUMNS`, and values to make histograms of."""
+    """What a step may show beside its numbers: rollouts, rows of `SAMPLE_COLUMNS`, and values to make histograms of."""
 
     samples: Sequence[Sequence[Any]] = ()
     distributions: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def media(self, library: Any) -> dict[str, Any]:
         """Return them as W&B shows them; Trackio has the same classes."""
-        tables = {"samples": library.Table(columns=COLUMNS, data=self.samples)} if self.samples else {}
+        tables = {"samples": library.Table(columns=SAMPLE_COLUMNS, data=self.samples)} if self.samples else {}
         histograms = {name: library.Histogram(list(values)) for name, values in self.distributions.items()}
         return tables | {f"distributions/{name}": histogram for name, histogram in histograms.items()}
 
 
 class Origin(NamedTuple):
-    """Whose metrics they are."""
+    """Identifies the process that logs."""
 
     output_dir: Path
     process: str
@@ -107,7 +107,7 @@ def start_tensorboard(settings: shared.TensorboardConfig, origin: Origin) -> Tra
         for name, values in extras.distributions.items():
             summaries.append(histogram_pb(f"distributions/{name}", np.asarray(values, np.float64)))
         if extras.samples:
-            summaries.append(text_pb("samples", np.array([COLUMNS, *extras.samples], dtype=str)))
+            summaries.append(text_pb("samples", np.array([SAMPLE_COLUMNS, *extras.samples], dtype=str)))
         for summary in summaries:
             writer.add_event(Event(step=step, wall_time=time.time(), summary=summary))
         writer.flush()
@@ -123,10 +123,9 @@ def start_mlflow(settings: shared.MlflowConfig, origin: Origin) -> Tracker:
     from mlflow.entities import Metric, Param
 
     uri = _mlflow_uri(settings) or (origin.output_dir / "mlruns").resolve().as_uri()
-    client, refused = (
-        MlflowClient(uri),
-        r"[^\w\-. :/]" if uri.startswith("http") else r"[^\w\-. :]",
-    )  # / ends a directory
+    client = MlflowClient(uri)
+    # In a file store, `/` would make a subdirectory.
+    refused = r"[^\w\-. :/]" if uri.startswith("http") else r"[^\w\-. :]"
     if settings.id is not None:
         run = client.get_run(settings.id).info.run_id
         client.update_run(run, status="RUNNING")
@@ -166,7 +165,9 @@ def start_prometheus(settings: shared.PrometheusConfig, origin: Origin) -> Track
 
     registry, gauges = CollectorRegistry(), dict[str, Gauge]()
     ProcessCollector(registry=registry)  # memory, CPU, open files
-    server, _ = start_http_server(_address(settings, origin.process)[1], settings.host, registry)
+    host, port = _address(settings, origin.process)
+    with user_errors(f"{host}:{port}, choose another monitor.prometheus.port", OSError):
+        server, _ = start_http_server(port, host, registry)
 
     def log(step: int, row: Mapping[str, float], extras: Extras) -> None:
         for name, value in {"step": step, **row}.items():
@@ -182,7 +183,7 @@ def start_prometheus(settings: shared.PrometheusConfig, origin: Origin) -> Track
     return Tracker(log, close)
 
 
-STARTS: dict[str, Callable[[Any, Origin], Tracker]] = {
+_STARTERS: dict[str, Callable[[Any, Origin], Tracker]] = {
     "wandb": start_wandb,
     "tensorboard": start_tensorboard,
     "mlflow": start_mlflow,
@@ -203,10 +204,10 @@ class Trackers:
         origin = Origin(output_dir, process, redacted(run_config))
         for name, settings in _chosen(config):
             try:
-                self.active[name] = STARTS[name](settings, origin)
+                self.active[name] = _STARTERS[name](settings, origin)
             except Exception as error:
                 self.close()
-                ways = f"; {_WAYS_ON}" if name == "wandb" else ""
+                ways = f"; {_WANDB_HINT}" if name == "wandb" else ""
                 raise UserError(f"{name} did not start: {one_line(error)}{ways}") from error
             self._extras[name] = getattr(settings, "log_extras", None)
 
@@ -275,11 +276,11 @@ def check_wandb(*configs: shared.WandbConfig | None) -> None:
     except (OSError, netrc.NetrcParseError):
         logins = {}
     if not any("wandb" in host or host == own for host in logins):
-        raise UserError(f"W&B has no key: {_WAYS_ON}")
+        raise UserError(f"W&B has no key: {_WANDB_HINT}")
 
 
 def _chosen(config: shared.MonitorConfig) -> Iterator[tuple[str, Any]]:
-    return ((name, settings) for name in STARTS if (settings := getattr(config, name)) is not None)
+    return ((name, settings) for name in _STARTERS if (settings := getattr(config, name)) is not None)
 
 
 def _address(settings: shared.PrometheusConfig, process: str) -> tuple[str, int]:

@@ -9,6 +9,7 @@ import pytest
 from prime_rl.errors import UserError
 from prime_rl.launcher.mps import mps_daemon
 from prime_rl.processes import read
+from prime_rl.wait import WaitTimeout
 
 CONTROL = """#!/bin/bash
 cd "$CUDA_MPS_PIPE_DIRECTORY"
@@ -40,6 +41,12 @@ def test_it_runs_as_long_as_it_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert read(pid)
     assert read(pid) is None
     assert not Path(variables["CUDA_MPS_PIPE_DIRECTORY"]).exists()
+
+
+def test_what_the_run_waits_for_is_not_of_the_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, tmp_path)
+    with pytest.raises(WaitTimeout, match="^no batch from us"), mps_daemon(tmp_path):
+        raise WaitTimeout("batch", "us", 1)
 
 
 def test_a_daemon_of_the_user_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

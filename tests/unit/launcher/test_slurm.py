@@ -96,10 +96,11 @@ class Job:
 
 def test_one_node_runs_the_command_itself(cluster):
     """Contract: the same run with the same supervision, on a node of the cluster; queued again it recovers."""
-    made = config(cluster / "run", {"partition": "p", "time": "12:00:00", "options": ["--qos=high"]}, clean=True)
+    made = config(cluster / "a run", {"partition": "p", "time": "12:00:00", "options": ["--qos=high"]}, clean=True)
     job = Job(cluster, made, ALONE="1")
     assert "#SBATCH --partition=p\n#SBATCH --time=12:00:00\n#SBATCH --qos=high\n" in job.text
-    file = cluster / "run/configs/slurm/rl.toml"
+    assert f"#SBATCH --output='{cluster}/a run/logs/slurm-%j.log'\n" in job.text
+    file = cluster / "a run/configs/slurm/rl.toml"
     status, calls, _ = job.end()
     assert (status, calls) == (0, f"a rl @ {file} --clean\n")
     assert Job(cluster, made, ALONE="1", SLURM_RESTART_COUNT="1").end()[1].endswith(f"a rl @ {file} --recover\n")
@@ -176,11 +177,15 @@ def test_a_sweep_is_a_job_array(cluster):
 
 
 def test_other_commands(cluster, monkeypatch):
-    """Contract: `sft` trains by torchrun on all nodes, `eval` runs on one, `inference` serves on each, with a key."""
+    """Contract: `sft` trains by torchrun on all nodes, and goes on from its checkpoints; `eval` runs on one;
+    `inference` serves on each, with a key."""
     root, slurm = cluster / "run", {"nodes": 4, "gpus_per_node": 4}
     status, calls, _ = Job(cluster, from_table(SFTConfig, {"output_dir": root, "slurm": slurm}), "sft", ALONE="1").end()
     assert status == 0
     assert calls.count("rank --nnodes=4 --nproc-per-node=4") == 4
+    (cluster / "saved/checkpoints/step_4").mkdir(parents=True)
+    made = from_table(SFTConfig, {"output_dir": root, "slurm": slurm, "ckpt": {"output_dir": cluster / "saved"}})
+    assert "--ckpt.resume-step -1\n" in Job(cluster, made, "sft", ALONE="1", SLURM_RESTART_COUNT="1").end()[1]
     evaluation = from_table(EvalConfig, {"output_dir": root, "slurm": {}, "environment_ids": ["x"]})
     job = Job(cluster, evaluation, "eval", ALONE="1")
     assert f"a prime-eval @ {root / 'configs/slurm/eval.toml'}\n" in job.end()[1]

@@ -1,5 +1,6 @@
 """`rl init` and `rl plan`: a first configuration file, and what a run on it would cost."""
 
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,14 @@ def test_the_file_is_a_run(tmp_path: Path, gpus: int, layout: tuple[int, int | N
         write_starter(starter(file))
 
 
+def test_no_answer_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: Ctrl-D at a question is as Enter."""
+    monkeypatch.setattr("sys.stdin", terminal := StringIO())
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    write_starter(starter(tmp_path / "rl.toml", environment=None))
+    assert 'id = "reverse-text"' in (tmp_path / "rl.toml").read_text()
+
+
 def test_what_is_a_comment_can_be_made_a_setting(tmp_path: Path) -> None:
     text = starter_text("reverse-text", "m", 2, "rl").partition("\n\n")[2]
     assert "# rank = 16" in text
@@ -39,11 +48,15 @@ def test_what_is_a_comment_can_be_made_a_setting(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"environment": "revers-text"}, "did you mean reverse-text"), ({"model": "./nowhere"}, "nowhere")],
+    [
+        ({"environment": "revers-text"}, "did you mean reverse-text"),
+        ({"model": "./nowhere"}, "nowhere"),
+        ({"file": "nowhere/rl.toml"}, "^cannot write nowhere/rl.toml: .*No such file"),
+    ],
 )
 def test_a_wrong_answer_writes_nothing(tmp_path: Path, given: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        write_starter(starter(tmp_path / "rl.toml", **given))
+        write_starter(starter(**{"file": tmp_path / "rl.toml", **given}))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -183,7 +183,7 @@ def test_one_that_cannot_start_is_found_first(tmp_path: Path, monkeypatch: pytes
         taken = MonitorConfig(prometheus=PrometheusConfig(port=port - 1))
         with pytest.raises(UserError, match=rf"^prometheus cannot use 127.0.0.1:{port}: .*in use"):
             check_trackers({"orchestrator": taken})
-        with pytest.raises(UserError, match="^prometheus did not start: .*in use"):
+        with pytest.raises(UserError, match=rf"^prometheus did not start: 127.0.0.1:{port}, choose another .*in use"):
             Monitor(tmp_path, "orchestrator", taken, {})
     gone = f"127.0.0.1:{free_port()}"
     with pytest.raises(UserError, match=f"^mlflow cannot use {gone}: .*refused"):
