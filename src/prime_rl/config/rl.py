@@ -108,8 +108,12 @@ class RLConfig(RecoverableRun, MonitorConfig):
         yield conflict(
             servers >= self.nodes, f"<inference_nodes> {servers} leaves none of {self.nodes} <nodes> to train on"
         )
-        meet = self.nodes - servers > 1 and self.rendezvous is None
+        meet = rank >= servers and self.nodes - servers > 1 and self.rendezvous is None
         yield conflict(meet, "several nodes that train need a <rendezvous>, HOST:PORT of the first of them")
+        counts = self.inference_gpus or self.inference_servers
+        yield conflict(
+            counts, "each of <inference_nodes> runs one server: leave <inference_gpus> and <inference_servers> out"
+        )
         alone = {
             "slurm": self.slurm,
             "share_gpus": self.share_gpus,

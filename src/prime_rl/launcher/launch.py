@@ -4,9 +4,11 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from prime_rl.config import RLConfig, write_toml
 from prime_rl.config.shared import how_to_start
@@ -30,6 +32,8 @@ from prime_rl.transport.weights import REFERENCE_TOKENS
 from prime_rl.wait import WaitTimeout, wait
 
 _PORT_SECONDS = 3.0
+_OTHER_HOSTS_SECONDS = 45.0  # heartbeats there count for 30 s
+_Made = TypeVar("_Made")
 
 
 def run(config: RLConfig) -> int:
@@ -61,36 +65,50 @@ def run(config: RLConfig) -> int:
         if shared is None and (estimate := preflight.step_estimate(config, len(inference_gpus), config.trainer_gpus)):
             say(estimate)
         return RunOutcome.SUCCESS.value
+    names = {process.name for process in plan.processes}
     with rundir.Owner(config.output_dir) as owner:
-        _check_directory(config)
-        if config.recover and _is_finished(config):
-            say(f"this run has made its {config.max_steps} steps already: nothing is trained again")
+        claimed = _claim(config, names, lambda: make_plan(settle(), host), _PORT_SECONDS)
+        if claimed is None:
             return RunOutcome.SUCCESS.value
-        refusals = list[UserError]()
-
-        def claimed() -> Plan | None:
-            try:
-                rundir.refuse_running(config.output_dir, {process.name for process in plan.processes})
-                return make_plan(settle(), host)
-            except UserError as error:
-                refusals.append(error)
-                return None
-
-        try:  # a killed run's processes may take a moment to die
-            plan = wait(claimed, subject="its port", owner="a run before", seconds=_PORT_SECONDS)
-        except WaitTimeout:
-            raise refusals[-1] from None
-        if _resumes(config):
-            for name in read_status(config.output_dir).keys() - {rundir.LAUNCHER}:
-                rundir.forget_status(config.output_dir, name)
-        else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
-            with rundir.cleaned(config.output_dir, "rl", keep_evals=not config.clean):
-                pass
-        for path, section in plan.configs.items():
+        for path, section in claimed.configs.items():
             write_toml(section, path)
         if config.trainer.tenants is not None:
-            tenants.publish_servers(config.output_dir, [f"{server.url}/v1" for server in plan.servers if server.port])
-        return _supervise(config, plan, owner).value
+            urls = [f"{server.url}/v1" for server in claimed.servers if server.port]
+            tenants.publish_servers(config.output_dir, urls)
+        return _supervise(config, claimed, owner).value
+
+
+def _claim(config: RLConfig, names: set[str], make: Callable[[], _Made], seconds: float) -> _Made | None:
+    """Prepare the run directory for processes of these names; return what `make` returns, or None if all is made.
+
+    For so many seconds processes of a run before may take to die, or to be known as dead. Raises UserError.
+    """
+    _check_directory(config)
+    if config.recover and _is_finished(config):
+        say(f"this run has made its {config.max_steps} steps already: nothing is trained again")
+        return None
+    refusals = list[UserError]()
+
+    def claimed() -> list[_Made] | None:
+        try:
+            rundir.refuse_running(config.output_dir, names)
+            return [make()]
+        except UserError as error:
+            refusals.append(error)
+            return None
+
+    try:
+        (made,) = wait(claimed, subject="its port", owner="a run before", seconds=seconds)
+    except WaitTimeout:
+        raise refusals[-1] from None
+    if _resumes(config):
+        others = {rundir.LAUNCHER} if config.nodes == 1 else read_status(config.output_dir).keys() - names
+        for name in read_status(config.output_dir).keys() - others:
+            rundir.forget_status(config.output_dir, name)
+    else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
+        with rundir.cleaned(config.output_dir, "rl", keep_evals=not config.clean):
+            pass
+    return made
 
 
 def _run_on_node(config: RLConfig, host: HostResources) -> RunOutcome:
@@ -101,24 +119,26 @@ def _run_on_node(config: RLConfig, host: HostResources) -> RunOutcome:
         say(describe(plan))
         return RunOutcome.SUCCESS
     with ExitStack() as exit_stack:
-        owner, urls = None, list[str]()
-        if nodes.leads:
-            owner = exit_stack.enter_context(rundir.Owner(config.output_dir))
-            _check_directory(config)
-            if config.recover and _is_finished(config):
-                say(f"this run has made its {config.max_steps} steps already: nothing is trained again")
+        owner = exit_stack.enter_context(rundir.Owner(config.output_dir)) if nodes.is_leader else None
+        if nodes.is_leader:
+            try:
+                claimed = _claim(config, {"trainer", "orchestrator"}, lambda: True, _OTHER_HOSTS_SECONDS)
+            except UserError:
+                nodes.publish(RunOutcome.FAILURE.name)
+                raise
+            if claimed is None:
+                nodes.publish(RunOutcome.SUCCESS.name)
                 return RunOutcome.SUCCESS
-            rundir.refuse_running(config.output_dir, {"trainer", "orchestrator"})
-            if _resumes(config):
-                for name in ("trainer", "orchestrator"):
-                    rundir.forget_status(config.output_dir, name)
-            else:
-                with rundir.cleaned(config.output_dir, "rl", keep_evals=not config.clean):
-                    pass
-            urls = [record.url for record in nodes.await_nodes(range(nodes.servers), say)]
-        else:
-            nodes.await_nodes(range(nodes.leader, nodes.leader + 1), say)
-        plan = node_plan(config, host, nodes, urls)
+        exit_stack.enter_context(nodes)
+        first = 0 if nodes.is_leader else nodes.leader
+        records = nodes.await_nodes(range(first, nodes.servers if nodes.is_leader else first + 1), say)
+        if ended := [record for record in records if record.state in RunOutcome.__members__]:
+            say(f"the run has ended on {ended[0].host}")
+            return nodes.outcome(RunOutcome[ended[0].state])
+        plan = node_plan(config, host, nodes, [record.url for record in records])
+        for process in plan.processes:
+            if process.server is not None:
+                rundir.forget_status(config.output_dir, process.name)
         for path, section in plan.configs.items():
             write_toml(section, path)
         return _supervise(config, plan, owner, nodes)
@@ -161,12 +181,11 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner | None, nodes: 
         environ = os.environ | (exit_stack.enter_context(mps_daemon(output_dir)) if config.mps else {})
         supervisor = Supervisor(
             plan.processes, output_dir, console.say, tick, policy, lambda: drained(config), environ,
-            over=lambda: nodes is None or nodes.trains,
+            over=lambda: nodes is None or nodes.is_trainer, writes_status=nodes is None or not nodes.is_follower,
         )  # fmt: skip
         outcome = supervisor.run()
         if nodes is not None:
             outcome = nodes.outcome(outcome)
-            nodes.beat(outcome.name)
         console.look()
     words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}
     steps = len(read_metrics(metrics_path(output_dir, "trainer"))) if bench else len(console.steps)

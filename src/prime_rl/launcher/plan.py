@@ -25,6 +25,7 @@ from prime_rl.errors import UserError
 from prime_rl.inference.checks import gpu_count, tiny_cache_gib, weights_gib
 from prime_rl.transport.settings import dry_path
 
+INFERENCE, TRAINER, ORCHESTRATOR = (f"prime_rl.entrypoints.{name}" for name in ("inference", "trainer", "orchestrator"))
 RECOVER = "--recover"  # makes a job go on from what is committed
 _SHARED_GPU_FRACTION = 0.4  # of a GPU's memory, where it is shared and nothing is said
 _SERVER_GPU_FRACTION = 0.9  # of a GPU's memory, for all servers of a GPU that only serves
@@ -113,41 +114,50 @@ class Layout:
 
 def make_plan(config: RLConfig, machine: HostResources) -> Plan:
     """Plan processes, their GPUs, ports and configs. Raises UserError: too few ports, or as `lay_out`."""
-    layout, inference, client = lay_out(config, machine), config.inference, config.orchestrator.client
+    layout, client = lay_out(config, machine), config.orchestrator.client
     servers = {server_name(number): _server(config, port) for number, port in enumerate(layout.ports)}
     gpus = dict(zip(servers, layout.servers, strict=True)) | {"trainer": layout.trainer, "orchestrator": ()}
     sections = _sections(config, layout, servers)
-    configs = {name: config_path(config, name) for name in sections}
-    api_key, tenants = None if inference is None else inference.api_key, config.trainer.tenants
+    tenants = config.trainer.tenants
 
-    def process(name: str, *module: str, key_variable: str = "", **more: Any) -> ProcessSpec:
-        recover = [RECOVER] if config.recover and name in PAIR else []
-        argv = (sys.executable, "-m", *module, "@", str(configs[name]), *recover)
-        env = environment(config, machine, name, gpus[name], len(servers))
-        if api_key is not None and key_variable:
-            env[key_variable] = api_key
-        return ProcessSpec(name, argv, config.output_dir / "logs" / f"{name}.log", env, gpus[name], **more)
+    def process(name: str, *module: str, **more: Any) -> ProcessSpec:
+        return process_spec(config, machine, name, gpus[name], len(servers), *module, **more)
 
     ranks = config.trainer_ranks or max(1, len(layout.trainer))
-    train = ["prime_rl.entrypoints.trainer"]
-    if ranks > 1:
-        # Port 0: torchrun picks a free one, so that two runs on one host never meet.
-        rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--role", "trainer")
-        torchrun = ("torch.distributed.run", "--nproc-per-node", str(ranks), *rendezvous)
-        train = [*torchrun, "-m", "prime_rl.trainer.rl.train"]  # its ranks watch this process, and it ends with them
+    # Port 0: torchrun picks a free one, so that two runs on one host never meet.
+    train = torchrun(ranks, "localhost:0") if ranks > 1 else (TRAINER,)
     # A server that measures what is free of the GPU must be alone with it.
     alone = tuple(servers) if layout.training_gib and layout.cache_gib is None else ()
-    serve, orchestrate = "prime_rl.entrypoints.inference", "prime_rl.entrypoints.orchestrator"
     processes = (
-        *(process(name, serve, key_variable="VLLM_API_KEY", server=server) for name, server in servers.items()),
+        *(process(name, INFERENCE, key_variable="VLLM_API_KEY", server=server) for name, server in servers.items()),
         process("trainer", *train, drain_children=ranks > 1, after_ready=alone),
-        *([] if tenants else [process("orchestrator", orchestrate, key_variable=client.api_key_var)]),
+        *([] if tenants else [process("orchestrator", ORCHESTRATOR, key_variable=client.api_key_var)]),
     )
-    files = {configs[name]: section for name, section in sections.items()}
+    files = {config_path(config, name): section for name, section in sections.items()}
     external = ServerSpec(", ".join(client.base_urls), client.ready_timeout)
     versions = "" if config.trainer.lora is None else config.trainer.lora.describe()
     versions += f", of {tenants.slots} tenants at a time" if tenants else ""
     return Plan(processes, files, tuple(servers.values()) or (external,), config.output_dir, versions)
+
+
+def process_spec(
+    config: RLConfig, machine: HostResources, name: str, gpus: tuple[str, ...], servers: int, *module: str,
+    key_variable: str = "", log: str = "", **more: Any,
+) -> ProcessSpec:  # fmt: skip
+    """Return what starts one process of a run. `servers`: on this host; `key_variable`: gives it the servers' key."""
+    recover = [RECOVER] if config.recover and name in PAIR else []
+    argv = (sys.executable, "-m", *module, "@", str(config_path(config, name)), *recover)
+    env = environment(config, machine, name, gpus, servers)
+    if key_variable and config.inference is not None and config.inference.api_key is not None:
+        env[key_variable] = config.inference.api_key
+    return ProcessSpec(name, argv, config.output_dir / "logs" / f"{log or name}.log", env, gpus, **more)
+
+
+def torchrun(ranks: int, endpoint: str, *options: str) -> tuple[str, ...]:
+    """Return the module that starts the trainer's ranks of this host, and its arguments. The ranks watch its process,
+    and it ends with them."""
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *options, "--role", "trainer")
+    return ("torch.distributed.run", "--nproc-per-node", str(ranks), *rendezvous, "-m", "prime_rl.trainer.rl.train")
 
 
 def config_path(config: RLConfig, name: str) -> Path:
@@ -255,8 +265,8 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
     """Give the servers the first GPUs, and the trainer the next ones, or the same.
     Raises UserError, with the arithmetic: it cannot be."""
     inference, visible = config.inference, machine.gpus
-    serves = inference is not None and _on_cuda(inference.device, machine)
-    training = config.trainer_gpus if _on_cuda(config.trainer.device, machine) else 0
+    serves = inference is not None and on_cuda(inference.device, machine)
+    training = config.trainer_gpus if on_cuda(config.trainer.device, machine) else 0
     _refuse_senseless(config, serves, training)
     sizes = [] if inference is None else _server_sizes(config, inference, serves)
     inference_gpus = sum(sizes)
@@ -378,7 +388,7 @@ def _left_to_train(share: float, limit: float | None, total: float | None) -> fl
     return limit or round(room, 1)
 
 
-def _on_cuda(device: str, machine: HostResources) -> bool:
+def on_cuda(device: str, machine: HostResources) -> bool:
     return device == "cuda" or (device == "auto" and len(machine.gpus) > 0)
 
 

@@ -30,11 +30,20 @@ _BY_PROCESS = ("settings", "metrics", "status", "logs", "configs", "evals")
 # Commits, what a new incarnation of the trainer has superseded, and small files; of each what a dead writer left.
 _COMMITTED = ("step_*", ".step_*", "given_up_*", ".given_up_*", "*.json", ".*.json.tmp-*")
 _NAMED = tuple(f"{name}{end}" for name in _PROCESSES for end in (".jsonl", ".log", ".*.log", ".toml"))
+_OF_NODES = "rl-*.toml", "trainer-*.log"
 _WRITTEN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("rollouts", "weights", "checkpoints", "recovery", "incarnations", "leases"), _COMMITTED),
-    **dict.fromkeys(("settings", "status"), ("*.json", ".*.json.tmp-*")),
-    **dict.fromkeys(("metrics", "configs"), _NAMED),
-    "logs": (*_NAMED, "restarts.jsonl", "envs", "wandb"),  # `restarts.jsonl` of older releases
+    **dict.fromkeys(("settings", "status", "nodes"), ("*.json", ".*.json.tmp-*")),
+    **dict.fromkeys(("metrics", "configs"), (*_NAMED, *_OF_NODES)),
+    "logs": (
+        *_NAMED,
+        *_OF_NODES,
+        "mps.log",
+        "mps",
+        "restarts.jsonl",
+        "envs",
+        "wandb",
+    ),  # `restarts.jsonl` of older releases
     "evals": ("*",),
     "tensorboard": ("trainer", "sft", "orchestrator", "eval"),
     ".": (f"{LEDGER}*", "launcher.json"),  # the latter of older releases

@@ -158,10 +158,12 @@ class Supervisor:
         drained: Callable[[], str] = lambda: "the current step will be finished",
         environ: Mapping[str, str] = os.environ,
         over: Callable[[], bool] = lambda: True,
+        writes_status: bool = True,
     ) -> None:
         self._policy = policy or RestartPolicy()
         self._output_dir, self._environ = output_dir, environ
         self._say, self._tick, self._drained, self._over = say, tick, drained, over
+        self._writes_status = writes_status  # else another node's launcher says how the jobs ended
         self._children = {spec.name: SupervisedChild(spec) for spec in processes}
         self._interrupts = 0
         self._interrupted_at = -math.inf
@@ -324,7 +326,8 @@ class Supervisor:
         child.state, child.due = ChildState.PENDING, time.monotonic() + seconds
         self.restarts[name] = self.restarts.get(name, 0) + 1
         child.options = (RECOVER,) if recover and RECOVER not in child.spec.argv else ()
-        forget_status(self._output_dir, name)
+        if self._writes_status:
+            forget_status(self._output_dir, name)
         if reason.startswith("failed") and words:
             reason += f" ({words[-1].strip()})"
         row = f"{most} in a row, recovering" if recover else f"{most} in a row"
@@ -340,6 +343,10 @@ class Supervisor:
 
     # -- stopping ------------------------------------------------------------------------------------------------------
 
+    def _say_for(self, child: SupervisedChild, outcome: str) -> None:
+        if self._writes_status:
+            say_for(self._output_dir, child.name, outcome)
+
     def _drain(self) -> RunOutcome | None:
         """Ask the jobs to stop, once, and wait for them within bounds."""
         if self._drain_deadline is None:
@@ -348,7 +355,7 @@ class Supervisor:
             for child in self._children.values():
                 if child.state is ChildState.PENDING:
                     child.state = ChildState.ENDED
-                    say_for(self._output_dir, child.name, "stopped")
+                    self._say_for(child, "stopped")
                 elif child.state is ChildState.RUNNING and child.is_job:
                     child.interrupt()
         for child, status in self._reap_ended():
@@ -356,7 +363,7 @@ class Supervisor:
             # What was still importing dies of the signal that asks it to stop, torchrun with a status of its own.
             stopped = status in (0, -signal.SIGINT, 128 + signal.SIGINT) or not child.was_ready
             if child.is_job:
-                say_for(self._output_dir, child.name, "stopped" if stopped else f"failed: it {reason}")
+                self._say_for(child, "stopped" if stopped else f"failed: it {reason}")
             if not child.is_job or not stopped:
                 self._report(child, reason)
         if self._jobs_left() and time.monotonic() < self._drain_deadline:
@@ -381,4 +388,4 @@ class Supervisor:
             )  # fmt: skip
         for child in running:
             self._reap(child)
-            say_for(self._output_dir, child.name, "stopped")
+            self._say_for(child, "stopped")
