@@ -26,6 +26,7 @@ from prime_rl.fleet.client import error_message
 from prime_rl.launcher import launch
 from prime_rl.launcher.one_server import process_of, running_server
 from prime_rl.launcher.ports import claimed_ports
+from prime_rl.launcher.rundir import is_run
 from prime_rl.launcher.supervise import RunOutcome, Supervisor
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
@@ -41,7 +42,7 @@ _PROBE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A run of `rl`, of `sft` or of a tenant. Every look reads its files, so that it may be going on."""
+    """A run of `rl`, of `sft` or of a tenant. Each property reads the files anew: the run may be going on."""
 
     directory: Path
 
@@ -152,7 +153,7 @@ def run(config: RLConfig) -> RunDirectory:
 
 def open_run(directory: str | Path) -> RunDirectory:
     """Return the run in a directory. Raises UserError: there is none."""
-    if not any((Path(directory) / name).is_dir() for name in ("configs", "weights")):
+    if not is_run(Path(directory)):
         raise UserError(f"{directory} holds no run: give the output directory of one")
     return RunDirectory(Path(directory))
 
@@ -166,7 +167,7 @@ def serve(weights: RunDirectory | str | Path, **settings: Any) -> Iterator[Serve
     Raises UserError: there are no weights, or the server does not start.
     """
     model = (weights.directory if isinstance(weights, RunDirectory) else Path(weights)).resolve()
-    directory = model.parent.parent  # of the run, of a version
+    directory = model.parent.parent  # a version is RUN/weights/step_N
     if not any((model / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         if (running := _server_of(open_run(model))) is not None:
             yield running

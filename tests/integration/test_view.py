@@ -47,6 +47,12 @@ async def test_every_view(url: str, run: Path, tmp_path: Path) -> None:
         await page.until("document.getElementById('runs').innerText.includes('step 5')")
         await shows(page, "Entropy")
         assert await page.evaluate("document.getElementById('live').textContent") == ""  # it answers, and nobody runs
+        await page.evaluate("tip.hidden = false")  # nothing is drawn under a tooltip
+        with (run / "metrics" / "trainer.jsonl").open("a") as file:
+            file.write('ss/mean": 0.5}\n')
+        await page.until("runs[0].last_step === 6")
+        await page.evaluate("tip.hidden = true")
+        await page.until("document.getElementById('runs').innerText.includes('step 6')")
         await page.open(f"{url}#rollouts?step=3&row=4")
         await shows(page, "äöü <b>4", "tool call", '"name": "look"', "2 to 3")
         assert await page.evaluate("document.querySelectorAll('.message b').length") == 1  # of the call, not the reply

@@ -49,13 +49,14 @@ _ALIVE, _DEAD, _STOPPED, _ELSEWHERE = "alive", "dead", "STOPPED", "on another ho
 def examine(run: Path) -> int:
     """Print the examination of a run; return 0 when nothing is wrong with it, else 1.
     Raises UserError: there is none."""
-    state, text = report(run)
+    state, _, text = report(run)
     say(text)
     return 0 if state in _FINE else 1
 
 
-def report(run: Path) -> tuple[RunState, str]:
-    """Return the state of a run, and its examination, a line for each fact. Raises UserError: there is none."""
+def report(run: Path) -> tuple[RunState, str, str]:
+    """Return the state of a run, a sentence on it, and its examination, a line for each fact.
+    Raises UserError: there is none."""
     if not run.is_dir():
         raise UserError(f"{run} is no directory: give the run's output directory")
     statuses = read_status(run)
@@ -78,7 +79,8 @@ def report(run: Path) -> tuple[RunState, str]:
     for name in names if state not in _FINE else ():
         errors = [line for line in log_tail(run / "logs" / f"{name}.log") if _ERROR.match(line) and name not in well]
         rows += [("error", f"{name}.log: {line.strip()}") for line in errors[-1:]]
-    return state, "\n".join(f"{name:<15}{text}".rstrip() for name, text in [*rows, (state.value, sentence)])
+    rows.append((state.value, sentence))
+    return state, sentence, "\n".join(f"{name:<15}{text}".rstrip() for name, text in rows)
 
 
 def _describe(status: ProcessStatus) -> list[str]:

@@ -103,6 +103,11 @@ def refuse_running(output_dir: Path, names: Collection[str]) -> None:
         raise UserError(f"`{name}`{where} is running in {output_dir}: stop it, or give --output-dir {other}")
 
 
+def is_run(path: Path) -> bool:
+    """Return whether a directory has something that runs write."""
+    return any((path / name).exists() for name in ("configs", "metrics", "status", "rollouts", "weights", LEDGER))
+
+
 def results(output_dir: Path) -> list[str]:
     """Name an earlier run's results that took work. A run that failed before its first batch left none."""
     names = []

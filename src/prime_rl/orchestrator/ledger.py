@@ -13,12 +13,14 @@ it safe on network file systems.
 """
 
 import itertools
+import shutil
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgpack
@@ -414,11 +416,11 @@ def _create(path: Path) -> None:
             write_atomically(path, db.serialize())
 
 
-def _open(path: Path) -> sqlite3.Connection:
-    """Open an existing ledger; a transaction that a crash cut short is rolled back."""
+def _open(path: Path, mode: str = "rw") -> sqlite3.Connection:
+    """Open an existing ledger. By "rw" a transaction that a crash cut short is rolled back."""
     if not path.exists():
         raise UserError(f"{path} does not exist: the run has no ledger")
-    uri = f"{path.absolute().as_uri()}?mode=rw"
+    uri = f"{path.absolute().as_uri()}?mode={mode}"
     return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=_BUSY_SECONDS, check_same_thread=False)
 
 
@@ -436,11 +438,20 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def open_copy(path: Path) -> Iterator[sqlite3.Connection]:
-    """Copy a ledger that may be in use, and open the copy: the writer waits for the copy alone.
-    Raises UserError: there is no ledger, it is locked, or it is damaged."""
+    """Copy a ledger that may be in use, and open the copy: the writer waits for the copy alone, and nothing is written
+    beside it. Raises UserError: there is no ledger, it is locked, or it is damaged."""
     with _file_errors(path), closing(sqlite3.connect("")) as copy:  # "": a temporary file
-        with closing(_open(path)) as db:
-            db.backup(copy)
+        try:
+            with closing(_open(path, "ro")) as db:
+                db.backup(copy)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
+                raise
+            with TemporaryDirectory() as directory:  # a crash cut a transaction short: it is rolled back in a copy
+                for file in (path, Path(f"{path}-journal")):
+                    shutil.copy(file, directory)
+                with closing(_open(Path(directory, path.name))) as db:
+                    db.backup(copy)
         _check(copy, path)
         yield copy
 

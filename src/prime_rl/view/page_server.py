@@ -1,7 +1,6 @@
 """The page: served on a port of this host, or written into one file."""
 
 import json
-import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,19 +14,18 @@ from fastapi.staticfiles import StaticFiles
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from prime_rl.errors import UserError, say
-from prime_rl.view.run_files import QUERIES, RunFiles, answer, find_runs
+from prime_rl.view.run_files import RunFiles, answer, find_runs
 
 STATIC = Path(__file__).parent / "static"
 PORTS = range(8800, 8900)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_COOKIE = "prime_rl_view"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'",
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-_FILE_STEPS, _FILE_ROWS = 3, 8  # of which an exported page has samples
+_FILE_STEPS, _FILE_ROWS = 3, 8  # steps, and samples of each, in an exported page
 
 
 def view(paths: Sequence[Path], host: str, port: int | None, export: Path | None) -> None:
@@ -37,11 +35,11 @@ def view(paths: Sequence[Path], host: str, port: int | None, export: Path | None
     if export is not None:
         size = write_page(runs, export)
         return say(f"wrote {export} ({size / 2**20:.1f} MiB), which needs no other file")
-    listening, token = listen(host, port), "" if host in _LOOPBACK else secrets.token_urlsafe(24)
-    place = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    url = f"http://{place}:{listening.getsockname()[1]}/" + (f"?token={token}" if token else "")
+    listener, token = listen(host, port), "" if host in _LOOPBACK else secrets.token_urlsafe(24)
+    url_host = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    url = f"http://{url_host}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
     say(f"{', '.join(runs.values())}: {url} (Ctrl-C ends)")
-    uvicorn.Server(uvicorn.Config(page_app(paths, token), log_level="warning")).run(sockets=[listening])
+    uvicorn.Server(uvicorn.Config(page_app(paths, token), log_level="warning")).run(sockets=[listener])
 
 
 def listen(host: str, port: int | None) -> socket.socket:
@@ -51,9 +49,9 @@ def listen(host: str, port: int | None) -> socket.socket:
         try:
             return socket.create_server((host, one), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
-            reason = os.strerror(error.errno or 0)
-    shown = f"port {port}" if port is not None else f"ports {PORTS[0]} to {PORTS[-1]}"
-    raise UserError(f"cannot listen on {shown} of {host} ({reason}): give another --port or --host")
+            reason = str(error.strerror).partition(" (while")[0]
+    ports = f"port {port}" if port is not None else f"ports {PORTS[0]} to {PORTS[-1]}"
+    raise UserError(f"cannot listen on {ports} of {host} ({reason}): give another --port or --host")
 
 
 def page_app(paths: Sequence[Path], token: str = "") -> FastAPI:
@@ -63,13 +61,14 @@ def page_app(paths: Sequence[Path], token: str = "") -> FastAPI:
 
     @app.middleware("http")
     async def guard(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
-        shown = request.query_params.get("token", request.cookies.get(_COOKIE, ""))
-        if token and not secrets.compare_digest(shown.encode(), token.encode()):
+        cookie = f"prime_rl_view_{request.scope['server'][1]}"  # browsers send a host's cookies to all its ports
+        presented_token = request.query_params.get("token", request.cookies.get(cookie, ""))
+        if token and not secrets.compare_digest(presented_token.encode(), token.encode()):
             return Response("this page needs the token that `rl view` printed in its address", status_code=403)
         response = await call(request)
         response.headers.update(_HEADERS)
         if token:
-            response.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
+            response.set_cookie(cookie, token, httponly=True, samesite="strict")
         return response
 
     if not token:
@@ -79,10 +78,10 @@ def page_app(paths: Sequence[Path], token: str = "") -> FastAPI:
     def summaries() -> Any:
         for path, name in find_runs(paths).items():  # tenants may have joined
             runs.setdefault(path, RunFiles(path, name))
-        return JSONResponse([answer(run, "summary", {}) for run in runs.values()])
+        return JSONResponse([answer(run, "summary", {}) for run in list(runs.values())])
 
     @app.get("/api/{query}")
-    def one(query: str, request: Request, run: int = 0) -> Any:
+    def query_run(query: str, request: Request, run: int = 0) -> Any:
         if not 0 <= run < len(runs):
             raise UserError(f"there is no run {run}: ask for api/runs first")
         return JSONResponse(answer(list(runs.values())[run], query, request.query_params))
@@ -99,24 +98,25 @@ def write_page(runs: dict[Path, str], path: Path) -> int:
     """Write the page with the data of the runs into one file and return its size. Of rollouts it has some samples of
     the first, the middle and the last step that are kept. The keys are those of `fromFile` in view.js."""
     every = [RunFiles(*run) for run in runs.items()]
-    answers: dict[str, Any] = {"runs": [run.summary({}) for run in every]}
+    answers: dict[str, Any] = {"runs": [answer(run, "summary", {}) for run in every]}
     for number, run in enumerate(every):
 
-        def add(query: str, number: int = number, run: RunFiles = run, **wanted: int) -> Any:
-            key = "&".join([query, f"run={number}", *(f"{name}={value}" for name, value in wanted.items())])
+        def add(query: str, number: int = number, run: RunFiles = run, **params: int) -> Any:
+            key = "&".join([query, f"run={number}", *(f"{name}={value}" for name, value in params.items())])
             try:
-                answers[key] = answer(run, query, {name: str(value) for name, value in wanted.items()})
+                answers[key] = answer(run, query, {name: str(value) for name, value in params.items()})
             except UserError as error:
                 answers[key] = {"error": str(error)}
             return answers[key]
 
-        for query in QUERIES:
+        for query in ("doctor", "events", "ledger", "evals", "config"):
             add(query)
-        answers[f"series&run={number}"] = run.series({"keys": "|".join(answers["runs"][number]["keys"])})
-        steps = answers[f"steps&run={number}"]["steps"]
-        kept = sorted({steps[place * (len(steps) - 1) // (_FILE_STEPS - 1)] for place in range(_FILE_STEPS) if steps})
-        answers[f"steps&run={number}"]["steps"] = kept
-        for page, step in [(add("samples", step=step), step) for step in kept]:
+        keys = "|".join(answers["runs"][number]["keys"])
+        answers[f"series&run={number}"] = answer(run, "series", {"keys": keys})
+        known = add("steps")
+        steps, last = known.get("steps", []), _FILE_STEPS - 1
+        known["steps"] = sorted({steps[place * (len(steps) - 1) // last] for place in range(_FILE_STEPS) if steps})
+        for page, step in [(add("samples", step=step), step) for step in known["steps"]]:
             page["rows"] = page.get("rows", [])[:: -(-len(page.get("rows", [])) // _FILE_ROWS) or 1]
             page["total"] = len(page["rows"])
             for row in page["rows"]:

@@ -20,7 +20,7 @@ ROUNDING = 5e-4  # of the rewards that the page shows, which are given as filter
 _SCALARS = ("sample_id", "group_id", "task_id", "env", "reward", "is_truncated", "policy_versions")
 _STREAMS = ("logprobs", "advantages", "ref_logprobs", "rl_weight", "ce_weight", "ref_kl_weight")
 _PREVIEW = 200  # characters
-_VERSIONS = 20  # that are searched for a tokenizer: those in memory alone have none
+_VERSIONS = 20  # newest versions searched for a tokenizer: those in memory alone have none
 _ROLES = ("system", "developer", "user", "assistant", "tool", "observation")
 # Parts of the special tokens of chat templates: before the name of a role, after it, and after a message.
 _OPENS = ("im_start", "start_header_id", "start_of_turn", "<|start|>", "<|turn>", "start_of_role", "header_start")
@@ -123,20 +123,22 @@ class StepSamples:
     def __getitem__(self, name: str) -> list[Any]:
         return self._columns[name]
 
-    def rows(self, wanted: Mapping[str, str], decoder: Decoder | None) -> list[int]:
-        """Return the rows that fit `wanted`: env, group, low and high (of the reward), cut ("1": only those that were
+    def rows(self, params: Mapping[str, str], decoder: Decoder | None) -> list[int]:
+        """Return the rows that fit `params`: env, group, low and high (of the reward), cut ("1": only those that were
         cut off), text (of the reply), in the order of `sort`: "reward" or "length", with "-" the other way round.
         """
         reward = np.array(self["reward"], dtype=float)
-        low, high = (float(wanted.get(name) or sign * np.inf) for name, sign in (("low", -1), ("high", 1)))
+        low, high = (float(params.get(name) or sign * np.inf) for name, sign in (("low", -1), ("high", 1)))
         keep = (reward >= low - ROUNDING) & (reward <= high + ROUNDING)
         for name, column in (("env", "env"), ("group", "group_id")):
-            if value := wanted.get(name):
+            if value := params.get(name):
                 keep &= np.array([one == value for one in self[column]], dtype=bool)
-        if wanted.get("cut"):
+        if params.get("cut"):
             keep &= np.array(self["is_truncated"], dtype=bool)
-        rows, sort = np.flatnonzero(keep), wanted.get("sort") or ""
-        if decoder is not None and (text := wanted.get("text", "")):
+        rows, sort = np.flatnonzero(keep), params.get("sort") or ""
+        if text := params.get("text", ""):
+            if decoder is None:
+                raise UserError("no tokenizer.json of this model is on this host: replies cannot be searched")
             replies = (np.asarray(one.input_ids)[np.asarray(one.loss_mask)] for one in self._batch.rows(rows.tolist()))
             rows = rows[[text in decoder.text(reply.tolist()) for reply in replies]]
         if sort:
@@ -162,7 +164,7 @@ class StepSamples:
         texts = [f"{one} " for one in ids] if decoder is None else decoder.texts(ids)
         streams = {name: np.asarray(stream) for name in _STREAMS if (stream := getattr(sample, name)) is not None}
         if "ref_logprobs" in streams:
-            streams["mismatch"] = np.where(mask, streams["ref_logprobs"] - streams["logprobs"], 0.0)
+            streams["ref_log_ratio"] = np.where(mask, streams["ref_logprobs"] - streams["logprobs"], 0.0)
         return self._facts(row, sample) | {
             "step": self._batch.step,
             "temperature": round(float(sample.temperature), 4),

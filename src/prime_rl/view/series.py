@@ -38,10 +38,12 @@ class MetricColumns:
                 values.extend([row[key] for row in own])
 
     def names(self) -> list[str]:
-        return sorted(self._columns)
+        with self._lock:
+            return sorted(self._columns)
 
     def last_step(self) -> int:
-        return max((steps[-1] for steps, _ in list(self._columns.values()) if steps), default=-1)
+        with self._lock:
+            return max((steps[-1] for steps, _ in self._columns.values() if steps), default=-1)
 
     def curve(self, key: str, points: int, low: float, high: float) -> dict[str, Any]:
         """Return at most `points` points of steps `low` to `high`: `step` and `value`. Of a step that was repeated the

@@ -24,6 +24,9 @@ def test_only_who_has_the_token(tmp_path: Path) -> None:
     shown = client.get("/?token=secret")
     assert (shown.status_code, "httponly" in shown.headers["set-cookie"].lower()) == (200, True)
     assert client.get("/api/runs").status_code == 200  # by the cookie
+    other = TestClient(page_app([tmp_path / "run"], "other"), base_url="http://testserver:8801")
+    other.get("/?token=other")
+    assert not set(other.cookies) & set(client.cookies)  # a browser has one jar for all ports of a host
 
 
 def test_other_sites_are_refused(tmp_path: Path) -> None:
@@ -60,6 +63,9 @@ def test_one_file(tmp_path: Path) -> None:
     assert not re.search(r'(src|href)="(?!data:)', text)
     assert "<script>alert" not in text
     data = json.loads(text.split('<script id="data" type="application/json">')[1].split("</script>")[0])
+    queries = {"series", "steps", "samples", "sample", "doctor", "events", "ledger", "evals", "config"}
+    assert {key.split("&")[0] for key in data} == {"runs", *queries}
+    assert "samples&run=0" not in data
     assert "</script><script>alert(1)</script>" in [event["text"] for event in data["events&run=0"]]
     rows = [row["row"] for row in data["samples&run=0&step=3"]["rows"]]
     assert rows == [0, 3, 6, 9, 12, 15, 18]  # some of all
@@ -103,6 +109,8 @@ def test_ports() -> None:
         assert second.getsockname()[1] > taken >= 8800
         with pytest.raises(UserError, match=f"cannot listen on port {taken} of 127.0.0.1"):
             listen("127.0.0.1", taken)
+    with pytest.raises(UserError, match=r"of nowhere\.invalid \((?!Unknown error)"):
+        listen("nowhere.invalid", 1)
 
 
 def test_it_starts_without_torch() -> None:

@@ -1,13 +1,19 @@
 """Samples and conversations: what is shown, and what is said of steps that are gone."""
 
+import sqlite3
+import subprocess
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from prime_rl.errors import UserError
+from prime_rl.monitor.status import new_status, status_path, write_record
+from prime_rl.processes import identify
 from prime_rl.view.reading import Decoder, StepSamples, messages
 from prime_rl.view.run_files import RunFiles, answer
-from support.viewing import MODEL, make_run
+from support.viewing import MODEL, make_run, metric_lines
 
 
 @pytest.fixture
@@ -65,6 +71,8 @@ def test_without_a_tokenizer(run: RunFiles) -> None:
     sample = StepSamples(run.path, 3).sample(0, None)
     assert [(one["role"], one["sampled"]) for one in sample["messages"]] == [("prompt", False), ("assistant", True)]
     assert (sample["tokenizer"], sample["texts"][0]) == (None, "257 ")
+    with pytest.raises(UserError, match="replies cannot be searched"):
+        StepSamples(run.path, 3).rows({"text": "äöü"}, None)
 
 
 def test_templates_of_other_families() -> None:
@@ -101,3 +109,42 @@ def test_episodes_of_the_ledger(run: RunFiles) -> None:
         answer(run, "sample", {"step": "3", "id": "0.0.0"})
     assert (run.path / "ledger.sqlite").read_bytes() == before
     assert sorted(path.name for path in run.path.glob("ledger*")) == ["ledger.sqlite"]
+
+
+def test_the_ledger_of_a_crashed_run(run: RunFiles, tmp_path: Path) -> None:
+    """Contract: what a crash left half written is not shown, and left to the run to roll back."""
+    files = [run.path / "ledger.sqlite", run.path / "ledger.sqlite-journal"]
+    rows = answer(run, "episodes", {})
+    with closing(sqlite3.connect(files[0], isolation_level=None)) as db:
+        db.executescript("PRAGMA cache_size = 1; BEGIN; UPDATE episodes SET reward = 7")
+        db.executemany("INSERT INTO results VALUES (?, zeroblob(5000))", [(str(one),) for one in range(99)])
+        torn = [path.read_bytes() for path in files]
+    for path, data in zip(files, torn, strict=True):
+        path.write_bytes(data)
+    assert answer(run, "episodes", {}) == rows
+    assert answer(run, "ledger", {})["faults"] == []
+    assert [path.read_bytes() for path in files] == torn
+
+
+def test_a_run_that_is_killed(run: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: it is told from a live one, though its files change no more."""
+    monkeypatch.setattr("prime_rl.view.run_files._DOCTOR_SECONDS", 1e-9)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        own = identify(process.pid)
+        assert own is not None
+        status = replace(new_status("trainer"), pid=own.pid, started=own.started)
+        (run.path / "status").mkdir()
+        write_record(status_path(run.path, "trainer"), status)
+        assert answer(run, "summary", {})["state"] == "runs"
+        process.kill()
+    assert answer(run, "summary", {})["state"] == "failed"
+
+
+def test_fine_tuning_that_begins(tmp_path: Path) -> None:
+    """Contract: a page that was opened before the first step shows the curves of `sft`."""
+    (tmp_path / "metrics").mkdir()
+    run = RunFiles(tmp_path, "run")
+    assert answer(run, "summary", {})["keys"] == []
+    (tmp_path / "metrics" / "sft.jsonl").write_text(metric_lines(range(2), **{"loss/mean": 1.0}))
+    assert "trainer:loss/mean" in answer(run, "summary", {})["keys"]
+    assert answer(run, "series", {"keys": "trainer:loss/mean"})["trainer:loss/mean"]["step"] == [0, 1]

@@ -29,6 +29,11 @@ const PARTS = {  // of a step's seconds: label, colour, from the columns of its 
 };
 const KIND_COLORS = { error: "#d04a40", restart: "#d04a40", warning: "#d69a1e", checkpoint: "#c2519f", start: "#2f9e78", ready: "#2f9e78",
   end: "#8b9099" };
+const TITLES = {
+  filtered: "the rewards of its group were all equal, or a filter removed it",
+  "order in the batch": "as the orchestrator put them into the batch, and as the trainer reads them",
+  "All attempts solved, share": "groups of which every attempt has a reward of at least 1",
+};
 
 // -- elements and numbers ----------------------------------------------------------------------------------------------
 
@@ -61,28 +66,28 @@ const sum = (values) => values.reduce((one, other) => one + other, 0);
 
 const FILE = JSON.parse(document.getElementById("data")?.textContent || "null");  // of an exported page
 const main = document.getElementById("main"), tip = document.getElementById("tip");
-let runs = [], drawn = 0, resized = 0;
+let runs = [], drawn = 0, drawnState = "", resized = 0;
 
-async function get(query, wanted = {}) {
-  if (FILE) return fromFile(query, wanted);
-  const given = Object.entries(wanted).filter(([, value]) => value !== "" && value != null);
-  const response = await fetch(`api/${query}?${new URLSearchParams(given)}`);
+async function get(query, params = {}) {
+  if (FILE) return fromFile(query, params);
+  const entries = Object.entries(params).filter(([, value]) => value !== "" && value != null);
+  const response = await fetch(`api/${query}?${new URLSearchParams(entries)}`);
   const data = response.headers.get("content-type")?.includes("json") ? await response.json() : { error: await response.text() };
   if (data.error) throw new Error(data.error);
   return data;
 }
-function fromFile(query, wanted) {
+function fromFile(query, params) {
   if (query === "runs") return FILE.runs;
   if (query === "series") {
-    const every = FILE[`series&run=${wanted.run}`], [low, high] = [wanted.low || -Infinity, wanted.high || Infinity];
-    return Object.fromEntries(wanted.keys.split("|").filter((key) => every[key]).map((key) => {
+    const every = FILE[`series&run=${params.run}`], [low, high] = [params.low || -Infinity, params.high || Infinity];
+    return Object.fromEntries(params.keys.split("|").filter((key) => every[key]).map((key) => {
       const inside = every[key].step.map((step) => step >= low && step <= high);
       const kept = Object.entries(every[key]).map(([name, values]) => [name, values.filter((_, place) => inside[place])]);
       return [key, Object.fromEntries(kept)];
     }));
   }
   const used = { samples: ["step"], sample: ["step", "row"] }[query] || [];
-  const key = [query, `run=${wanted.run}`, ...used.sort().map((name) => `${name}=${wanted[name]}`)].join("&");
+  const key = [query, `run=${params.run}`, ...used.sort().map((name) => `${name}=${params[name]}`)].join("&");
   const data = FILE[key];
   if (!data || data.error) throw new Error(data?.error || "this file does not have it: ask who sent it for the run, or another file");
   return data;
@@ -90,19 +95,19 @@ function fromFile(query, wanted) {
 
 function address() {
   const [view, text] = location.hash.slice(1).split("?");
-  return { view: VIEWS[view] ? view : "curves", wanted: Object.fromEntries(new URLSearchParams(text)) };
+  return { view: VIEWS[view] ? view : "curves", params: Object.fromEntries(new URLSearchParams(text)) };
 }
-function link(view, wanted) {
-  const given = Object.entries(wanted).filter(([, value]) => value !== "" && value != null && value !== false);
-  return `#${view}${given.length ? "?" + new URLSearchParams(given) : ""}`;
+function link(view, params) {
+  const entries = Object.entries(params).filter(([, value]) => value !== "" && value != null && value !== false);
+  return `#${view}${entries.length ? "?" + new URLSearchParams(entries) : ""}`;
 }
 function go(changes, view = address().view) {
-  location.hash = link(view, { ...(view === address().view ? address().wanted : {}), ...changes });
+  location.hash = link(view, { ...(view === address().view ? address().params : {}), ...changes });
 }
-const hidden = () => new Set((address().wanted.hide || "").split(",").filter(Boolean).map(Number));
+const hidden = () => new Set((address().params.hide || "").split(",").filter(Boolean).map(Number));
 const shownRuns = () =>
   runs.map((run, place) => ({ ...run, place, color: COLORS[place % COLORS.length] })).filter((run) => !hidden().has(run.place));
-const current = () => runs[+address().wanted.run || 0] ? +address().wanted.run || 0 : 0;
+const current = () => runs[+address().params.run || 0] ? +address().params.run || 0 : 0;
 
 // -- charts ------------------------------------------------------------------------------------------------------------
 
@@ -247,18 +252,18 @@ const field = (label, control) => h("label", null, label, control);
 const range = (label, attributes) => h("span.range", null, `${label} from`, input("low", { label: `${label} from`, ...attributes }), "to",
   input("high", { label: `${label} to`, ...attributes }));
 function input(name, { label = name, ...attributes } = {}) {
-  return h("input", { type: "number", step: "any", "aria-label": label, value: address().wanted[name] ?? "",
+  return h("input", { type: "number", step: "any", "aria-label": label, value: address().params[name] ?? "",
     onchange: (event) => go({ [name]: event.target.value, offset: "", row: "" }), ...attributes });
 }
 function choice(name, options, attributes = {}) {
-  const value = address().wanted[name] ?? "";
+  const value = address().params[name] ?? "";
   if (!options.some(([key]) => String(key) === value)) options = [...options, [value, value]];  // typed into the address
   return h("select", { "aria-label": attributes.label || name,
     onchange: (event) => go({ [name]: event.target.value, offset: "", ...attributes.reset }) },
-    options.map(([key, text]) => h("option", { value: key, selected: String(key) === value }, text)));
+    options.map(([key, text]) => h("option", { value: key, title: TITLES[key || text], selected: String(key) === value }, text)));
 }
 function segments(name, options, label) {
-  const value = address().wanted[name] || options[0][0];
+  const value = address().params[name] || options[0][0];
   return h("span.segments", { role: "group", "aria-label": label },
     options.map(([key, text]) => h("button",
     { type: "button", "aria-pressed": String(key === value), onclick: () => go({ [name]: key, offset: "" }) }, text)));
@@ -275,24 +280,24 @@ function table(head, rows, numeric = []) {
 
 // -- curves ------------------------------------------------------------------------------------------------------------
 
-async function curves(wanted) {
-  const keys = [...new Set(shownRuns().flatMap((run) => run.keys))].sort(), extra = (wanted.more || "").split("|").filter(Boolean);
+async function curves(params) {
+  const keys = [...new Set(shownRuns().flatMap((run) => run.keys))].sort(), extra = (params.more || "").split("|").filter(Boolean);
   const charts = CHARTS.flatMap(([title, key]) => (key instanceof RegExp
     ? keys.filter((one) => key.test(one)).map((one) => [`${title} ${one.split("/")[1]}`, one]) : keys.includes(key) ? [[title, key]] : []));
   const chosen = new Set(charts.map(([, key]) => key));
   charts.push(...extra.filter((key) => keys.includes(key) && !chosen.has(key)).map((key) => [key.split(":")[1], key]));
   const data = await Promise.all(shownRuns().map(async (run) => [run,
-    await get("series", { run: run.place, points: POINTS, low: wanted.low, high: wanted.high,
+    await get("series", { run: run.place, points: POINTS, low: params.low, high: params.high,
     keys: charts.map(([, key]) => key).filter((key) => run.keys.includes(key)).join("|") })]));
-  const weight = +(wanted.smooth || 0);
+  const weight = +(params.smooth || 0);
   const onpick = (step) => go({ step, run: shownRuns()[0].place || "" }, "rollouts"), onzoom = (low, high) => go({ low, high });
   const bar = h("form.bar", { onsubmit: (event) => event.preventDefault() },
     range("steps", { min: 0 }),
-    h("button", { type: "button", disabled: !wanted.low && !wanted.high, onclick: () => go({ low: "", high: "" }) }, "All steps"),
+    h("button", { type: "button", disabled: !params.low && !params.high, onclick: () => go({ low: "", high: "" }) }, "All steps"),
     field("smooth", choice("smooth", [["", "no"], ["0.6", "a little"], ["0.9", "much"], ["0.98", "very much"]])),
     h("span.quiet.optional", null, "drag: zoom · click, or ← → and Enter: rollouts of that step"));
   const cards = charts.map(([title, key]) => h("section.card", null,
-    h("h2", null, h("span", { title }, title), h("code", { title: key }, key)),
+    h("h2", null, h("span", { title: TITLES[title] || title }, title), h("code", { title: key }, key)),
     lineChart(data.filter(([, series]) => series[key]).map(([run, series]) => ({ label: run.name, color: run.color, ...series[key] })),
       { weight, label: `${title} over steps`, onpick, onzoom })));
   const rest = keys.filter((key) => !chosen.has(key) && !key.endsWith(":time"));
@@ -311,23 +316,23 @@ let moreOpen = false;
 
 // -- rollouts ----------------------------------------------------------------------------------------------------------
 
-async function rollouts(wanted) {
-  const run = current(), known = await get("steps", { run }), episodes = wanted.list === "episodes";
-  const step = wanted.step !== undefined && wanted.step !== "" ? +wanted.step : known.steps.at(-1) ?? 0;
+async function rollouts(params) {
+  const run = current(), known = await get("steps", { run }), episodes = params.list === "episodes";
+  const step = params.step !== undefined && params.step !== "" ? +params.step : known.steps.at(-1) ?? 0;
   let page = null, problem = null;
-  const filters = { run, env: wanted.env, low: wanted.low, high: wanted.high, offset: wanted.offset };
+  const filters = { run, env: params.env, low: params.low, high: params.high, offset: params.offset };
   try {
-    page = episodes ? await get("episodes", { ...filters, outcome: wanted.outcome, step: wanted.step })
-      : await get("samples", { ...filters, step, sort: wanted.sort, cut: wanted.cut, group: wanted.group, text: wanted.text });
+    page = episodes ? await get("episodes", { ...filters, outcome: params.outcome, step: params.step })
+      : await get("samples", { ...filters, step, sort: params.sort, cut: params.cut, group: params.group, text: params.text });
   } catch (error) { problem = error.message; }
   const envs = page?.envs || runs[run].envs, before = known.steps.filter((one) => one < step).at(-1),
     after = known.steps.find((one) => one > step);
   const turn = (to, text) => h("button", { type: "button", "aria-label": text, disabled: to === undefined,
-    onclick: () => go({ step: to, offset: "", row: "", group: "" }) }, text === "step before" ? "‹" : "›");
+    onclick: () => go({ step: to, offset: "", row: "", group: "", back: "" }) }, text === "step before" ? "‹" : "›");
   const bar = h("form.bar", { onsubmit: (event) => event.preventDefault() }, runChoice(),
     !FILE && segments("list", [["samples", "Samples of a step"], ["episodes", "Episodes of all steps"]], "list"),
     h("label", null, "step", !episodes && turn(before, "step before"),
-      input("step", { value: episodes ? wanted.step ?? "" : step, min: 0, step: 1 }), !episodes && turn(after, "step after")),
+      input("step", { value: episodes ? params.step ?? "" : step, min: 0, step: 1 }), !episodes && turn(after, "step after")),
     FILE ? null : [envs.length > 1 && field("environment",
       choice("env", [["", "all"], ...envs.map((env) => [env, env])], { label: "environment" })),
       range("reward"),
@@ -336,28 +341,29 @@ async function rollouts(wanted) {
         : [field("sort", choice("sort", [["", "order in the batch"], ["reward", "lowest reward"], ["-reward", "highest reward"],
           ["-length", "longest"], ["length", "shortest"]])),
           input("text", { type: "search", placeholder: "part of the reply", label: "part of the reply, in this case" }),
-          h("label", null, h("input", { type: "checkbox", checked: !!wanted.cut,
+          h("label", null, h("input", { type: "checkbox", checked: !!params.cut,
             onchange: (event) => go({ cut: event.target.checked ? 1 : "", offset: "" }) }), "cut off only"),
-          wanted.group && h("button", { type: "button", onclick: () => go({ group: "" }) }, `group ${wanted.group} ×`)]]);
+          params.group && h("button", { type: "button", onclick: () => { if (params.back) location.hash = params.back; else go({ group: "" }); } },
+            `group ${params.group} ×`)]]);
   if (problem) return [bar, h("section.card", null, note(problem))];
-  const offset = +wanted.offset || 0, more = episodes ? page.more : offset + page.rows.length < page.total;
-  const chosen = wanted.row ?? (episodes ? "" : page.rows[0]?.row ?? "");
-  const items = page.rows.map((row) => (episodes ? episodeItem(row, wanted, run) : sampleItem(row, chosen)));
+  const offset = +params.offset || 0, more = episodes ? page.more : offset + page.rows.length < page.total;
+  const chosen = params.row ?? (episodes ? "" : page.rows[0]?.row ?? "");
+  const items = page.rows.map((row) => (episodes ? episodeItem(row, params, run) : sampleItem(row, chosen)));
   const tabbed = items.find((item) => item.getAttribute("aria-current")) || items[0];
   for (const item of items) item.tabIndex = item === tabbed ? 0 : -1;  // arrows choose within the list
   const pages = h("div.foot", null, page.total != null ? `${number(page.total)} of ${number(page.of)} samples`
     : items.length > 0 && `episodes ${offset + 1} to ${offset + items.length}`,
     (offset > 0 || more) && [h("button", { type: "button", disabled: !offset,
-      onclick: () => go({ offset: Math.max(0, offset - 50) || "" }) }, "‹ 50"),
-      h("button", { type: "button", disabled: !more, onclick: () => go({ offset: offset + 50 }) }, "50 ›")]);
+      onclick: () => go({ offset: Math.max(0, offset - page.size) || "" }) }, `‹ ${page.size}`),
+      h("button", { type: "button", disabled: !more, onclick: () => go({ offset: offset + page.size }) }, `${page.size} ›`)]);
   const list = h("section.card.list", { "aria-label": "samples", onkeydown: (event) => {
     const move = { ArrowUp: -1, ArrowDown: 1, k: -1, j: 1 }[event.key], place = items.indexOf(document.activeElement);
     if (move && items[place + move]) { event.preventDefault(); items[place + move].focus(); if (!episodes) items[place + move].click(); }
   } }, items.length ? items : h("div.foot", null, "None fits these filters."), pages);
   const detail = h("section.card", { "aria-label": "sample" });
-  if (episodes && !wanted.id) detail.append(note("Choose an episode that was trained to read it; of the others the ledger keeps the outcome alone."));
-  else if (chosen !== "" || wanted.id) {
-    try { detail.append(...sampleView(await get("sample", episodes ? { run, step: wanted.of, id: wanted.id } : { run, step, row: chosen }),
+  if (episodes && !params.id) detail.append(note("Choose an episode that was trained to read it; of the others the ledger keeps the outcome alone."));
+  else if (chosen !== "" || params.id) {
+    try { detail.append(...sampleView(await get("sample", episodes ? { run, step: params.of, id: params.id } : { run, step, row: chosen }),
       run)); } catch (error) { detail.append(note(error.message)); }
   } else detail.append(note(page.of ? "No sample of this step fits the filters." : known.note));
   return [bar, h("div.reader", null, list, detail)];
@@ -366,20 +372,20 @@ const rewardCell = (reward) => h("b.n", null, reward == null ? "–" : number(re
 function sampleItem(row, chosen) {
   const advantage = h(`span.${row.advantage > 0 ? "good" : row.advantage < 0 ? "bad" : "faint"}`, null,
     `${row.advantage > 0 ? "+" : ""}${number(row.advantage, 3)}`);
-  return h("a", { href: link("rollouts", { ...address().wanted, row: row.row }), "data-key": row.row,
+  return h("a", { href: link("rollouts", { ...address().params, row: row.row }), "data-key": row.row,
     "aria-current": String(row.row) === String(chosen) ? "true" : null },
     rewardCell(row.reward), h("span", null, row.task_id),
       h("span", null, advantage, h("span.faint", null, `  ${number(row.sampled)} tok`), row.is_truncated && h("span.warn", null, " cut")),
     h("span.wide", null, row.preview || row.sample_id));
 }
-function episodeItem(row, wanted, run) {
+function episodeItem(row, params, run) {
   const outcome = { batched: "trained", issued: "in flight" }[row.state] || row.reason || row.state;
-  const target = row.state === "batched" ? { href: link("rollouts", { ...wanted, of: row.step, id: row.id }) } : {};
+  const target = row.state === "batched" ? { href: link("rollouts", { ...params, of: row.step, id: row.id }) } : {};
   const versions = row.first == null ? "" : row.first === row.last ? `version ${row.first}` : `versions ${row.first} to ${row.last}`;
-  return h("a", { ...target, "data-key": row.id, "aria-current": wanted.id === row.id ? "true" : null }, rewardCell(row.reward),
+  return h("a", { ...target, "data-key": row.id, "aria-current": params.id === row.id ? "true" : null }, rewardCell(row.reward),
     h("span", null, row.task_id),
-    h(row.state === "dropped" ? "span.warn" : "span.quiet", null, row.step == null ? outcome : `${outcome}, step ${row.step}`),
-    h("span.wide", null, [row.env, versions, row.tokens != null && `${number(row.tokens)} tokens`,
+    h(row.state === "dropped" ? "span.warn" : "span.quiet", { title: TITLES[outcome] }, row.step == null ? outcome : `${outcome}, step ${row.step}`),
+    h("span.wide", null, [!row.task_id.startsWith(row.env) && row.env, versions, row.tokens != null && `${number(row.tokens)} tokens`,
       row.detail].filter(Boolean).join(" · ")));
 }
 
@@ -391,12 +397,13 @@ function sampleView(sample, run) {
     fact("step", `${sample.step}${versions.length ? ` (${sample.step - versions[0]} off-policy)` : ""}`),
       fact("temperature", number(sample.temperature)),
     fact("cut off", sample.is_truncated ? h("span.warn", null, "yes") : "no"),
-    fact("group", FILE ? sample.group_id : h("a", { href: link("rollouts", { run: run || "", step: sample.step, group: sample.group_id }) },
+    fact("group", FILE ? sample.group_id : h("a", { href: link("rollouts", { run: run || "", step: sample.step, group: sample.group_id,
+      sort: address().params.sort, back: address().params.back || location.hash }) },
       `${sample.group_id}: all attempts`)), fact("sample", sample.sample_id));
-  const own = { logprobs: "log-probability", advantages: "advantage", mismatch: "mismatch (reference − sampler)", rl_weight: "RL weight",
+  const own = { logprobs: "log-probability", advantages: "advantage", ref_log_ratio: "log ratio, reference to sampler", rl_weight: "RL weight",
     ce_weight: "CE weight", ref_kl_weight: "reference weight" };
   const streams = Object.keys(own).filter((name) => sample.streams[name]);
-  const view = address().wanted.show || "conversation", by = streams.includes(address().wanted.by) ? address().wanted.by : "logprobs";
+  const view = address().params.show || "conversation", by = streams.includes(address().params.by) ? address().params.by : "logprobs";
   const bar = h("div.bar", null, segments("show", [["conversation", "Conversation"], ["tokens", "Tokens"]], "show"),
     view === "tokens" && field("coloured by", choice("by", streams.map((name) => [name, own[name]]), { label: "coloured by" })));
   const missing = !sample.tokenizer && note("No tokenizer.json of this model is on this host: token ids are shown.", "warn");
@@ -471,12 +478,12 @@ function tokenView(sample, by, names) {
 
 // -- time --------------------------------------------------------------------------------------------------------------
 
-async function time(wanted) {
+async function time(params) {
   const run = current(), need = Object.keys(PARTS).flatMap((process) => ["time", "time/step", "time/forward_backward", "time/optimizer",
     "time/wait_for_batch", "time/read_batch", "time/export", "time/logprob_check", "time/save_ckpt", "time/idle", "time/update_pause",
     "workers/cpu"].map((key) => `${process}:${key}`));
   const [report, events, series] = await Promise.all([get("doctor", { run }), get("events", { run }),
-    get("series", { run, points: 120, low: wanted.low, high: wanted.high, keys: need.join("|") })]);
+    get("series", { run, points: 120, low: params.low, high: params.high, keys: need.join("|") })]);
   const cards = Object.entries(PARTS).map(([process, parts]) => {
     const all = series[`${process}:time/step`], steps = all?.step || [], at = {};
     if (!steps.length) return null;
@@ -544,7 +551,7 @@ async function ledger() {
         const share = count / (issued[env] || 1), name = outcome.replace("dropped: ", ""), filter = outcome === "trained"
           || outcome === "in a batch" ? "batched" : outcome === "in flight" ? "issued" : outcome === "issued" ? "" : name;
         const target = link("rollouts", { run: run.place || "", list: "episodes", env, outcome: filter });
-        return [env, FILE ? outcome : h("a", { href: target }, outcome), number(count),
+        return [env, FILE ? outcome : h("a", { href: target, title: TITLES[name] }, outcome), number(count),
           h("div.meter", null, h("i", { style: { width: `${100 * share}%` } })), percent(share), number(tokens), number(reward)];
       }), [2, 4, 5, 6]), faults.length ? faults.map((fault) => note(`The ledger contradicts itself: ${fault}`, "bad"))
         : note("Every episode is accounted for: issued = trained + dropped + in flight, finished or in a batch.")];
@@ -589,11 +596,11 @@ function interval(mean, half = 0, color) {
       h("circle", { cx: x(mean), cy: 7, r: 2.5, fill: color }));
 }
 
-async function config(wanted) {
+async function config(params) {
   const list = shownRuns(), tables = await Promise.all(list.map((run) => get("config", { run: run.place }).catch(() => ({}))));
-  const files = [...new Set(tables.flatMap(Object.keys))], file = files.includes(wanted.file) ? wanted.file : files.includes("rl") ? "rl"
+  const files = [...new Set(tables.flatMap(Object.keys))], file = files.includes(params.file) ? params.file : files.includes("rl") ? "rl"
     : files[0];
-  const several = list.length > 1, only = several && wanted.all !== "1";
+  const several = list.length > 1, only = several && params.all !== "1";
   const keys = [...new Set(tables.flatMap((each) => Object.keys(each[file] || {})))],
     text = (each, key) => (each[file]?.[key] === undefined ? "–" : typeof each[file][key] === "string" ? each[file][key]
     : JSON.stringify(each[file][key]));
@@ -603,7 +610,7 @@ async function config(wanted) {
     body = shown.map(([key, values, differs]) => h(differs && several ? "tr.differs" : "tr", null, h("td.key.mono", null, key),
     values.map((value) => h("td.text.mono", null, value))));
   const bar = h("form.bar", { onsubmit: (event) => event.preventDefault() },
-    field("process", choice("file", files.map((name) => [name === file ? wanted.file || "" : name, name]), { label: "process" })),
+    field("process", choice("file", files.map((name) => [name === file ? params.file || "" : name, name]), { label: "process" })),
     several && h("label", null, h("input", { type: "checkbox", checked: only,
       onchange: (event) => go({ all: event.target.checked ? "" : 1 }) }), "differences only"),
     h("input", { type: "search", placeholder: "part of a key or value", "aria-label": "filter settings",
@@ -619,7 +626,7 @@ const VIEWS = { curves: ["Curves", curves], rollouts: ["Rollouts", rollouts], ti
   evals: ["Evals", evals], config: ["Config", config] };
 
 function frame() {
-  const { view, wanted } = address(), carry = { hide: wanted.hide, run: wanted.run };
+  const { view, params } = address(), carry = { hide: params.hide, run: params.run };
   document.getElementById("tabs").replaceChildren(...Object.entries(VIEWS).map(([name, [title]]) => h("a",
     { href: link(name, carry), "data-key": name, "aria-current": name === view ? "page" : null }, title)));
   const off = hidden(), bad = ["failed", "stuck"];
@@ -632,10 +639,11 @@ function frame() {
   document.title = `${VIEWS[view][0]} · ${runs.map((run) => run.name).join(", ")}`;
 }
 async function draw() {
-  const mine = ++drawn, { view, wanted } = address();
+  const mine = ++drawn, { view, params } = address();
+  drawnState = runState();
   frame();
   let content;
-  try { content = await VIEWS[view][1](wanted); } catch (error) { content = [note(error.message, "bad")]; }
+  try { content = await VIEWS[view][1](params); } catch (error) { content = [note(error.message, "bad")]; }
   if (mine !== drawn) return;  // a later one is on its way
   const active = document.activeElement, key = active?.dataset?.key, label = main.contains(active) && active.getAttribute("aria-label"),
     scrolled = [...main.querySelectorAll(".list")].map((list) => list.scrollTop);
@@ -646,16 +654,15 @@ async function draw() {
     || (label && main.querySelector(`[aria-label="${CSS.escape(label)}"]`));
   if (again) again.focus({ preventScroll: true });
 }
+const runState = () => JSON.stringify(runs.map((run) => [run.pulse, run.state, address().view === "time" && run.sentence]));
 async function poll() {
   const live = document.getElementById("live");
-  const seen = () => JSON.stringify(runs.map((run) => [run.pulse, run.state, address().view === "time" && run.sentence]));
   try {
-    const before = seen();
     runs = await get("runs");
     live.textContent = FILE ? "a copy in one file" : runs.some((run) => ["runs", "stuck"].includes(run.state))
       ? `live, ${new Date().toLocaleTimeString("en-GB")}` : "";
     const busy = main.contains(document.activeElement) && document.activeElement.matches("input, select");
-    if (before !== seen() && !(busy && drawn) && tip.hidden) await draw();
+    if (drawnState !== runState() && !(busy && drawn) && tip.hidden) await draw();
   } catch (error) {
     live.textContent = drawn ? `no answer: rl view has ended? (${error.message})` : "";
     if (!drawn) main.replaceChildren(note(error.message, "bad"));
