@@ -119,7 +119,8 @@ def step_estimate(config: RLConfig, servers: int, trainers: int) -> str:
     run = f", {config.max_steps} steps {step * gpus * config.max_steps / 3600:.2g}" if config.max_steps else ""
     return (
         f"a step of {samples} samples, at most {tokens:,} tokens, takes about {training:.2g} s to train and "
-        f"{sampling:.2g} to sample on H100s: {step * gpus / 3600:.2g} GPU-hours{run} (estimated: docs/guides/nodes.md)"
+        f"{sampling:.2g} to sample on H100s: {tokens / step:,.0f} tokens/s, {step * gpus / 3600:.2g} GPU-hours{run} "
+        "(estimated: docs/guides/nodes.md)"
     )
 
 

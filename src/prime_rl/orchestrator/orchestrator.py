@@ -168,9 +168,12 @@ class Orchestrator:
         self.status.ready()
         logger.info(
             "ready: {}, {} rollouts a step in groups of {}, async level {}, from step {} on version {}",
-            ", ".join(f"{env.name} ({len(self.pool.tasks(env.name))} tasks)" for env in config.environments),
-            config.batch_size, config.rollouts_per_example, config.async_level, self.scheduler.step, version,
+            self._environments(), config.batch_size, config.rollouts_per_example, config.async_level,
+            self.scheduler.step, version,
         )  # fmt: skip
+
+    def _environments(self) -> str:
+        return ", ".join(f"{env.name} ({len(self.pool.tasks(env.name)):,} tasks)" for env in self.config.environments)
 
     def _make_scheduler(self, version: int) -> None:
         config, published = self.config, self.weight_sync.published
@@ -332,7 +335,7 @@ class Orchestrator:
             if self.evaluations.running:
                 pass  # they show their own
             elif (loading := self.fleet.loading) is None:
-                self.status.phase("making rollouts")
+                self.status.phase(f"making rollouts of {self._environments()}")
             else:
                 servers, subject = ", ".join(one.name for one in self.fleet.ready), f"version {loading} to be loaded"
                 self.status.waiting(subject, f"inference at {servers}", self.config.client.timeout)

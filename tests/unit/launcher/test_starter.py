@@ -74,5 +74,5 @@ def test_an_estimate_of_a_step() -> None:
     config = parse(RLConfig, [*words, "--orchestrator.sampling.max-tokens", "10"], {})
     text = preflight.step_estimate(config, servers=1, trainers=1)
     assert "2 samples, at most 200 tokens, takes about 1.9e-06 s to train and 0.05 to sample" in text
-    assert "2.8e-05 GPU-hours, 36 steps 0.001" in text
+    assert "4,000 tokens/s, 2.8e-05 GPU-hours, 36 steps 0.001" in text
     assert preflight.step_estimate(config, servers=0, trainers=0) == ""
