@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from prime_rl.config import RLConfig
 from prime_rl.config.base import BaseConfig
 from prime_rl.config.inference import server_name
-from prime_rl.errors import UserError
+from prime_rl.errors import UserError, user_errors
 from prime_rl.launcher.plan import (
     INFERENCE,
     ORCHESTRATOR,
@@ -34,7 +35,8 @@ from prime_rl.launcher.plan import (
 )
 from prime_rl.launcher.supervise import RunOutcome, Supervisor
 from prime_rl.monitor.status import read_record, write_record
-from prime_rl.wait import wait
+from prime_rl.processes import ProcessId, is_alive, me, this_host
+from prime_rl.wait import WaitTimeout, wait
 
 _BEAT_SECONDS = 2.0
 _LOST_SECONDS = 30.0  # without a sign of life
@@ -50,11 +52,14 @@ class NodeRecord:
     url: str  # of its server; empty for a node that trains
     beat: float
     state: str
+    machine: str  # see `this_host`; pids mean something there alone
+    process: ProcessId
 
 
 @dataclass
 class _Neighbor:
-    """Another node as it was last seen. Its record is not `live` before it has changed: it may be of an earlier run."""
+    """Another node as it was last seen. Its record is `live` once it has changed, or appeared, while this node looks:
+    before, it may be of an earlier run."""
 
     record: NodeRecord
     changed: float
@@ -75,6 +80,8 @@ class Nodes:
         self._directory = config.output_dir / "nodes"
         self._state = _RUNNING
         self._neighbors: dict[int, _Neighbor] = {}
+        self._absent = set[int]()  # that had no record yet
+        self._lock = threading.Lock()  # bounded: held while one small file is written
         self._decision: RunOutcome | None = None  # how the run has ended for this node
         self._stopped = threading.Event()
 
@@ -88,12 +95,16 @@ class Nodes:
         return server.with_values({"host": host}).url
 
     def __enter__(self) -> Self:
-        """Raises UserError: the other nodes could not ask this one's server."""
+        """Raises UserError: the other nodes could not ask this one's server, another `rl` has this rank, or nothing can
+        be written."""
         inference = None if self.is_trainer else self._config.inference
         key = inference is None or inference.server.host or inference.api_key or os.environ.get("VLLM_API_KEY")
         if not key:  # it would listen on loopback
             raise UserError("set VLLM_API_KEY, the same on all nodes: other hosts ask this node's server")
-        self.publish()
+        if (other := self._namesake()) is not None:
+            raise UserError(f"node {self.rank} is run by pid {other.process.pid} on {other.host} already")
+        with user_errors(f"cannot write in {self._directory}", OSError):
+            self._write()
         threading.Thread(target=self._beat, name="node", daemon=True).start()
         return self
 
@@ -103,11 +114,33 @@ class Nodes:
 
     def publish(self, state: str = "") -> None:
         """Write this node's record."""
-        self._state = state or self._state
         with suppress(OSError):  # a file system that is away for a moment
+            self._write(state)
+
+    def _write(self, state: str = "") -> None:
+        with self._lock:
+            self._state = state or self._state
             self._directory.mkdir(parents=True, exist_ok=True)
-            path = self._directory / f"{self.rank}.json"
-            write_record(path, NodeRecord(socket.gethostname(), self.url, time.time(), self._state))
+            record = NodeRecord(socket.gethostname(), self.url, time.time(), self._state, this_host(), me())
+            write_record(self._path(self.rank), record)
+
+    def _path(self, rank: int) -> Path:
+        return self._directory / f"{rank}.json"
+
+    def _namesake(self) -> NodeRecord | None:
+        """Return the record of another `rl` that runs with this rank."""
+        record = read_record(NodeRecord, self._path(self.rank))
+        if record is None or record.state in RunOutcome.__members__:
+            return None
+        if record.machine == this_host():
+            return record if record.process != me() and is_alive(record.process) else None
+        with suppress(WaitTimeout):
+            wait(
+                lambda: read_record(NodeRecord, self._path(self.rank)) != record,
+                subject=f"end of node {self.rank}", owner=record.host, seconds=3 * _BEAT_SECONDS,
+            )  # fmt: skip
+            return record
+        return None
 
     def _beat(self) -> None:
         while not self._stopped.wait(_BEAT_SECONDS):  # bounded: a daemon thread, it ends with the process
@@ -170,11 +203,12 @@ class Nodes:
         return outcome
 
     def _look(self, rank: int) -> _Neighbor | None:
-        record, known = read_record(NodeRecord, self._directory / f"{rank}.json"), self._neighbors.get(rank)
+        record, known = read_record(NodeRecord, self._path(rank)), self._neighbors.get(rank)
         if record is None:
+            self._absent.add(rank)
             return known
         if known is None:
-            known = self._neighbors[rank] = _Neighbor(record, time.monotonic())
+            known = self._neighbors[rank] = _Neighbor(record, time.monotonic(), live=rank in self._absent)
         elif known.record != record:
             known.record, known.changed, known.live = record, time.monotonic(), True
         return known

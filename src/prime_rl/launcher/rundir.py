@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from prime_rl.config.base import BaseConfig
-from prime_rl.errors import UserError
+from prime_rl.errors import UserError, user_errors
 from prime_rl.monitor.status import ProcessStatus, new_status, read_record, read_status, status_path, write_record
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.settings import LEDGER, other_directory, running_processes, suggestions
@@ -45,6 +45,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
         "wandb",
     ),  # `restarts.jsonl` of older releases
     "evals": ("*",),
+    "mlruns": ("*",),
     "tensorboard": ("trainer", "sft", "orchestrator", "eval"),
     ".": (f"{LEDGER}*", "launcher.json"),  # the latter of older releases
 }
@@ -63,7 +64,7 @@ class Owner:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot make the output directory {output_dir}: {error.strerror}") from error
-        with _locked(output_dir):
+        with _locked(output_dir), user_errors(f"cannot write in {output_dir}", OSError):
             refuse_running(output_dir, {LAUNCHER})
             write_record(self._path, self._claim)
 

@@ -1,6 +1,10 @@
 """A run over several nodes: what each runs, what is refused, and what they see of each other."""
 
+import json
+import os
 import socket
+import threading
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +16,10 @@ from prime_rl.errors import UserError
 from prime_rl.launcher.nodes import Nodes, node_plan
 from prime_rl.launcher.plan import HostResources
 from prime_rl.launcher.supervise import RunOutcome
+from prime_rl.processes import identify
+from support import partners
+
+partner = partners.partner
 
 RUN = ["--inference.max-model-len", "512", "--orchestrator.environment.id", "x", "--model.name", "m"]
 WORDS = [*RUN, "--device", "cpu", "--nodes", "3"]
@@ -144,3 +152,30 @@ def test_a_node_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError), Nodes(config(tmp_path, 1)):
         raise RuntimeError
     assert '"FAILURE"' in (tmp_path / "nodes" / "1.json").read_text()
+
+
+def test_a_rank_is_run_once(tmp_path: Path, partner: int) -> None:
+    """By a process that is alive; what a dead one has left is taken over."""
+    with Nodes(config(tmp_path, 1)):
+        pass
+    file = tmp_path / "nodes" / "1.json"
+    record = json.loads(file.read_text()) | {"state": "running"}
+    file.write_text(json.dumps(record | {"process": asdict(identify(partner))}))
+    with pytest.raises(UserError, match=f"^node 1 is run by pid {partner} on "), Nodes(config(tmp_path, 1)):
+        pytest.fail("started")
+    file.write_text(json.dumps(record | {"process": {"pid": partner, "started": 1}}))
+    with Nodes(config(tmp_path, 1)):
+        assert json.loads(file.read_text())["process"]["pid"] == os.getpid()
+
+
+def test_a_leader_that_refuses(tmp_path: Path) -> None:
+    """Contract: its word is heard by nodes that waited for it."""
+    server, leader = (Nodes(config(tmp_path, rank)) for rank in (0, 1))
+    said = list[str]()
+
+    def say(line: str) -> None:
+        said.append(line)
+        threading.Timer(0.5, lambda: leader.publish(RunOutcome.FAILURE.name)).start()
+
+    (record,) = server.await_nodes(range(1, 2), say)
+    assert record.state == "FAILURE"
