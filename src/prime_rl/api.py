@@ -26,7 +26,7 @@ from prime_rl.fleet.client import error_message
 from prime_rl.launcher import launch
 from prime_rl.launcher.one_server import process_of, running_server
 from prime_rl.launcher.ports import claimed_ports
-from prime_rl.launcher.rundir import is_run
+from prime_rl.launcher.rundir import as_benchmark, is_run
 from prime_rl.launcher.supervise import RunOutcome, Supervisor
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
@@ -80,6 +80,8 @@ class RunDirectory:
         Raises UserError: there are none, or no more."""
         steps = self.steps
         step = steps[-1] if step is None and steps else step
+        if step is None:
+            raise UserError(f"{self.directory} has no samples yet")
         if step not in steps:
             names = ", ".join(map(str, steps[-20:])) or "none yet"
             raise UserError(f"{self.directory} has no samples of step {step} (there: {names})")
@@ -142,6 +144,7 @@ def run(config: RLConfig) -> RunDirectory:
         UserError: it cannot work, which is found before anything starts, or it has failed.
         KeyboardInterrupt: it was interrupted.
     """
+    config = as_benchmark(config) if config.bench else config
     with claimed_ports, user_errors(f"{config.output_dir}", CommitError):
         status = launch.run(config)
     if status == RunOutcome.INTERRUPTED.value:
@@ -164,7 +167,7 @@ def serve(weights: RunDirectory | str | Path, **settings: Any) -> Iterator[Serve
 
     A run that is going on has a server, which is used. Otherwise one is started, with the settings of the run's and
     those of `inference` in `settings` (`max_model_len=…`), and ends with the block.
-    Raises UserError: there are no weights, or the server does not start.
+    Raises UserError: there are no weights, or the server does not start, or that of the run refuses or does not answer.
     """
     model = (weights.directory if isinstance(weights, RunDirectory) else Path(weights)).resolve()
     directory = model.parent.parent  # a version is RUN/weights/step_N
@@ -194,7 +197,9 @@ def evaluate(
         environments: Ids, or tables with settings (`{"id": …, "args": …}`).
         settings: Of `eval` (`num_examples=…`); results are kept where `output_dir` is among them.
 
-    Raises UserError: an environment cannot be loaded, or too many attempts failed.
+    Raises:
+        UserError: an environment cannot be loaded, or too many attempts failed.
+        KeyboardInterrupt: it was interrupted.
     """
     tables = [{"id": one} if isinstance(one, str) else one for one in environments]
     with TemporaryDirectory(prefix="prime-rl-") as temporary:
@@ -202,8 +207,11 @@ def evaluate(
         config = from_files(EvalConfig, **{"client.base_url": server.base_url} | values)
         process = process_of("eval", config, {config.client.api_key_var: server.api_key})
         supervisor = Supervisor([process], config.output_dir, lambda line: None)
-        if supervisor.run() is not RunOutcome.SUCCESS:
-            raise UserError("; ".join(supervisor.failures) or "the evaluation was interrupted")
+        outcome = supervisor.run()
+        if outcome is RunOutcome.INTERRUPTED:
+            raise KeyboardInterrupt
+        if outcome is not RunOutcome.SUCCESS:
+            raise UserError("; ".join(supervisor.failures))
         results = json.loads((config.output_dir / "evals" / REPORT).read_bytes())["results"]
     return {result["environment"]: result["metrics"] for result in results}
 
@@ -227,7 +235,8 @@ def _inference_config(model: Path, run: Path, output_dir: Path, settings: Mappin
 
 
 def _server_of(run: RunDirectory) -> Server | None:
-    """Return the server of a run that is going on; None where there is none, or it serves other weights."""
+    """Return the server of a run that is going on; None where there is none, or it serves other weights.
+    Raises UserError: the run has one, which refuses the key or does not answer."""
     path, own_key = run.directory / "configs" / "orchestrator.toml", run.directory / "key"
     if not path.is_file() or not any(name.startswith((SERVER, "orchestrator")) for name in run.running):
         return None
@@ -235,8 +244,17 @@ def _server_of(run: RunDirectory) -> Server | None:
     key = os.environ.get(config.client.api_key_var) or (own_key.read_text() if own_key.is_file() else "none")
     root = config.client.api_roots[0]
     headers = {"Authorization": f"Bearer {key}"}
-    with suppress(httpx.HTTPError, CommitError, ValueError, KeyError):
-        served = httpx.get(f"{root}/weights", headers=headers, timeout=_PROBE_SECONDS, trust_env=False).json()
+    try:
+        reply = httpx.get(f"{root}/weights", headers=headers, timeout=_PROBE_SECONDS, trust_env=False)
+    except httpx.HTTPError as error:
+        if any(name.startswith(SERVER) for name in run.running):
+            problem = f"the run's server {root} does not answer ({type(error).__name__}): it may be starting or busy"
+            raise UserError(f"{problem}; try again, or give a directory of weights") from error
+        return None
+    if reply.status_code == httpx.codes.UNAUTHORIZED:
+        raise UserError(f"the run's server {root} refuses the key: set {config.client.api_key_var}")
+    with suppress(CommitError, ValueError, KeyError):
+        served = reply.json()
         if weights_manifest(step_dir(run.directory / "weights", served["version"])).hash == served["hash"]:
             return Server(f"{root}/v1", config.model.name, key)
     return None

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,5 +44,5 @@ def user_errors(text: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message on one line, cut to 300 characters."""
-    return " ".join(str(error).split())[:300]
+    """An error's message on one line, cut to 300 characters, URLs in it without user and password."""
+    return re.sub(r"://[^/\s]*@", "://", " ".join(str(error).split()))[:300]

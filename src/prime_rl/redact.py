@@ -14,6 +14,7 @@ _KEY_NAME = re.compile(
     r"(api|access|private|secret)_?key|(api|access|auth|hf)_?token|password|passwd|passphrase|client_?secret|^secret$",
     re.IGNORECASE,
 )
+_KEY = re.compile(r"(sk|hf|gh[a-z]|xox[a-z])[-_].+|(?=.*\d)[\w-]{20,}")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
 _USER = re.compile(r"(\w+://)?.+@", re.DOTALL)
@@ -33,16 +34,20 @@ def passed_on(own: Mapping[str, str], promised: Sequence[str]) -> tuple[dict[str
 
 
 def key_in(table: Mapping[str, Any], place: str = "") -> str | None:
-    """Return the dotted name of a setting that surely holds a key (`judge_api_key = "sk-…"`), or None. `answer_key` and
-    `stop_token` are no such names, and the name of a variable (`OPENAI_API_KEY`) is no key."""
-    for name, value in table.items():
-        here = f"{place}{name}"
-        if isinstance(value, Mapping):
-            if key := key_in(value, f"{here}."):
-                return key
-        elif isinstance(value, str) and value and not _VARIABLE.fullmatch(value) and _KEY_NAME.search(str(name)):
-            return here
-    return None
+    """Return the dotted name of a setting that surely holds a key (`judge_api_key = "sk-…"`) or a URL with a password,
+    or None. `answer_key` and `stop_token` hold keys only by their looks, and the name of a variable is no key."""
+    return next((here for name, value in table.items() if (here := _key_in(str(name), value, f"{place}{name}"))), None)
+
+
+def _key_in(name: str, value: Any, here: str) -> str | None:
+    if isinstance(value, Mapping):
+        return key_in(value, f"{here}.")
+    if isinstance(value, list | tuple):
+        return next((at for n, item in enumerate(value) if (at := _key_in(name, item, f"{here}.{n}"))), None)
+    if not isinstance(value, str) or not value or _VARIABLE.fullmatch(value):
+        return None
+    is_key = _KEY_NAME.search(name) or is_secret("", value) or (is_secret(name) and _KEY.fullmatch(value))
+    return here if is_key else None
 
 
 def without_password(url: str) -> str:

@@ -6,13 +6,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from safetensors.torch import save_file
 
-from prime_rl import RLConfig, open_run, run
-from prime_rl.api import _inference_config
-from prime_rl.config import ConfigError, parse, to_toml
+from prime_rl import RLConfig, api, evaluate, open_run, run, serve
+from prime_rl.api import Server, _inference_config
+from prime_rl.config import ConfigError, OrchestratorConfig, parse, to_toml, write_toml
+from prime_rl.config.loader import from_files
 from prime_rl.errors import UserError
+from prime_rl.launcher.supervise import RunOutcome
 from prime_rl.transport.commit import stage, step_dir
 from prime_rl.transport.rollouts import Sample, write_batch
 from prime_rl.transport.weights import ADAPTER_CONFIG, PublisherAddress, manifest_extra, write_base_version
@@ -65,6 +68,40 @@ def test_a_run_that_cannot_work_is_refused(tmp_path: Path) -> None:
     assert not config.output_dir.exists()
 
 
+def test_where_a_benchmark_is_and_that_an_evaluation_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: `run` returns the directory that is written; Ctrl-C is no mistake of the user's."""
+    monkeypatch.setattr(api.launch, "run", lambda config: 0)
+    config = RLConfig(bench=True, output_dir=tmp_path, orchestrator=ENVIRONMENT)
+    assert run(config).directory == tmp_path / "bench"
+    monkeypatch.setattr(api.Supervisor, "run", lambda self: RunOutcome.INTERRUPTED)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(Server("http://localhost:1/v1", "m"), ["reverse-text"])
+
+
+@pytest.mark.parametrize(
+    ("status", "running", "problem"),
+    [(401, "orchestrator", "refuses the key: set VLLM_API_KEY"), (None, "inference", "does not answer .*again")],
+)
+def test_no_second_server_beside_that_of_a_run(
+    status: int | None, running: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: a server that refuses the key, or is too busy to answer, is said."""
+
+    def get(url: str, **_: object) -> httpx.Response:
+        if status is None:
+            raise httpx.ReadTimeout("timed out")
+        return httpx.Response(status)
+
+    config = from_files(OrchestratorConfig, **ENVIRONMENT, output_dir=tmp_path)
+    write_toml(config, tmp_path / "configs" / "orchestrator.toml")
+    monkeypatch.setattr(httpx, "get", get)
+    monkeypatch.setattr(api, "running_processes", lambda directory: {running})
+    with pytest.raises(UserError, match=problem), serve(open_run(tmp_path)):
+        pass
+
+
 def commit_samples(directory: Path, step: int, rewards: list[float]) -> None:
     tokens = {"input_ids": [1, 2], "loss_mask": [False, True], "logprobs": [0.0, -1.0], "advantages": [0.0, 1.0]}
     rows = [Sample(f"{step}.{n}", "g", "t", "e", [step], **tokens, temperature=1.0, reward=reward)
@@ -89,7 +126,7 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path, place: str) -> None:
     opened = open_run(directory)
     assert (opened.steps, opened.running, opened.evals.num_rows) == ([], [], 0)
     for look, problem in (
-        (opened.samples, r"none yet"),
+        (opened.samples, r"outputs.* has no samples yet"),
         (opened.metrics, r"no metrics of trainer \(there: none yet\)"),
     ):
         with pytest.raises(UserError, match=problem):

@@ -67,10 +67,20 @@ def test_the_key_reaches_those_who_need_it_by_environment():
     assert {process.name for process in plan.processes if KEY in process.env.values()} == {"inference", "orchestrator"}
     assert not any(KEY in argument for process in plan.processes for argument in process.argv)
     sections = (config, config.inference)
-    shown = [describe(plan), *(text for section in sections for text in (to_toml(section), repr(section)))]
+    named = config.model_copy(deep=True)
+    named.orchestrator.client.api_key_var = "JUDGE"
+    other = make_plan(named, HostResources([], 2, {}))
+    assert {"JUDGE": KEY}.items() <= next(one.env for one in other.processes if one.name == "orchestrator").items()
+    shown = [
+        describe(plan),
+        describe(other),
+        *(text for section in sections for text in (to_toml(section), repr(section))),
+    ]
     with pytest.raises(Exception, match="port") as error:
         parse(InferenceConfig, ["--api-key", KEY, "--server.port", "0"], {})
-    assert not any(KEY in text for text in (*shown, str(error.value)))
+    with pytest.raises(Exception, match="MLFLOW_TRACKING_PASSWORD") as refused:
+        parse(OrchestratorConfig, ["--environment.id", "x", "--monitor.mlflow.uri", f"https://bob:{KEY}@host"], {})
+    assert not any(KEY in text for text in (*shown, str(error.value), str(refused.value)))
 
 
 def test_wandb_is_shown_no_keys(tmp_path, monkeypatch):
@@ -91,6 +101,9 @@ def test_wandb_is_shown_no_keys(tmp_path, monkeypatch):
         ({"judge": {"client": {"apiKey": "x y"}}}, True),
         ({"hf_token": "hf_abc"}, True),
         ({"db_password": "p"}, True),
+        ({"judge_key": "sk-1"}, True),
+        ({"judges": [{"id": "a"}, {"api_key": "sk-1"}]}, True),
+        ({"db": "postgres://u:sk-1@h/db"}, True),
         ({"judge_api_key_var": "OPENAI_API_KEY"}, False),
         ({"api_key": "OPENAI_API_KEY"}, False),
         ({"answer_key": "answer", "stop_token": "</s>", "max_tokens": 3}, False),

@@ -75,6 +75,10 @@ class MlflowConfig(Section):
     name: str | None = option(None, "Name of the run (None: that of its directory, and the process).")
     id: str | None = option(None, "Id that MLflow gave an earlier run, to continue it.")
 
+    def checks(self) -> Checks:
+        ways = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or all of it as MLFLOW_TRACKING_URI"
+        yield conflict(is_secret("", self.uri), f"<uri> holds a password, which would be written and shown: {ways}")
+
 
 class TrackioConfig(Section):
     """Trackio."""

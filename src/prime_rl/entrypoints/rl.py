@@ -2,6 +2,7 @@
 
 import asyncio
 import difflib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +80,7 @@ def _name_runs(arguments: list[str]) -> list[str]:
     for word, before in zip(arguments, ["", *arguments], strict=False):
         is_value = before.startswith("-") and "=" not in before and before != "--runs"
         (options if is_value or word.startswith(("-", "@")) else runs).append(word)
-    return [*(word for word in options if word != "--runs"), *(["--runs", *runs] if runs else [])]
+    return [*(word for word in options if word != "--runs"), *(["--runs", json.dumps(runs)] if runs else [])]
 
 
 def _view(config: ViewConfig) -> None:

@@ -23,6 +23,7 @@ from prime_rl.config.inference import server_name
 from prime_rl.config.share import PAIR
 from prime_rl.errors import UserError
 from prime_rl.inference.checks import gpu_count, tiny_cache_gib, weights_gib
+from prime_rl.redact import is_secret
 from prime_rl.transport.settings import dry_path
 
 INFERENCE, TRAINER, ORCHESTRATOR = (f"prime_rl.entrypoints.{name}" for name in ("inference", "trainer", "orchestrator"))
@@ -168,9 +169,10 @@ def config_path(config: RLConfig, name: str) -> Path:
 def describe(plan: Plan) -> str:
     """Describe the plan for people: processes, GPUs, ports, directories."""
     lines = [f"run directory  {plan.output_dir}"]
+    keys = {value for process in plan.processes for name, value in process.env.items() if is_secret(name, value)}
     for process in plan.processes:
         where = f"GPU {','.join(process.gpus)}" if process.gpus else "CPU"
-        variables = [f"{key}={'***' if key.endswith('KEY') else value}" for key, value in sorted(process.env.items())]
+        variables = [f"{key}={'***' if value in keys else value}" for key, value in sorted(process.env.items())]
         lines += [f"{process.name:<13}  {where:<10}  log {process.log}", f"{'':<15}{shlex.join(process.argv)}"]
         lines += [f"{'':<15}{' '.join(variables)}"] if variables else []
     lines += [f"versions       {plan.versions}"] if plan.versions else []

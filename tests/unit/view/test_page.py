@@ -5,10 +5,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from prime_rl.config import parse
+from prime_rl.config.view import ViewConfig
 from prime_rl.entrypoints.rl import _name_runs
 from prime_rl.errors import UserError
 from prime_rl.view.page_server import STATIC, listen, page_app, write_page
@@ -86,20 +89,21 @@ def test_which_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "arguments"),
+    ("given", "values"),
     [
-        ("a b", "--runs a b"),
-        ("--export p.html a", "--export p.html --runs a"),
-        ("a --port 9 b", "--port 9 --runs a b"),
-        ("--port=9 a", "--port=9 --runs a"),
-        ("--runs a b", "--runs a b"),
-        ("--help", "--help"),
-        ("", ""),
+        ("a b", {"runs": ["a", "b"]}),
+        ("--export p.html a", {"export": "p.html", "runs": ["a"]}),
+        ("a --port 9 b", {"port": 9, "runs": ["a", "b"]}),
+        ("--port=9 a", {"port": 9, "runs": ["a"]}),
+        ("--runs a lr=1,seed=2", {"runs": ["a", "lr=1,seed=2"]}),
+        ("", {}),
     ],
 )
-def test_runs_are_named_without_an_option(given: str, arguments: str) -> None:
-    """Contract: `rl view RUN --port N` and any other order."""
-    assert _name_runs(given.split()) == arguments.split()
+def test_runs_are_named_without_an_option(given: str, values: dict[str, Any]) -> None:
+    """Contract: `rl view RUN --port N` and any other order; a comma is part of a name, as in those of a sweep."""
+    config = parse(ViewConfig, _name_runs(given.split()), {})
+    assert config.model_dump(mode="json", include=set(values)) == values
+    assert [*map(str, config.runs)] == values.get("runs", [])
 
 
 def test_ports() -> None:
