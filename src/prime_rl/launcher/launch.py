@@ -28,6 +28,7 @@ from prime_rl.monitor.trackers import check_trackers
 from prime_rl.orchestrator.checkpoint import resume_point
 from prime_rl.transport import tenants
 from prime_rl.transport.commit import list_steps
+from prime_rl.transport.settings import other_directory
 from prime_rl.transport.weights import REFERENCE_TOKENS
 from prime_rl.wait import WaitTimeout, wait
 
@@ -197,12 +198,14 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner | None, nodes: 
         console.say(f"started again: {started}")
     if bench or outcome is not RunOutcome.FAILURE:
         tables = [bench_table(output_dir, process) for process in ("trainer", "orchestrator") if bench]
-        for text in tables or console.summary():
+        for text in tables or ([] if config.trainer.tenants else console.summary()):
             console.say(text)
     if console.steps and not bench:
         console.say(f"page     uv run rl view {shlex.quote(str(output_dir))}")
     # Where nothing was made yet the same command starts again by itself.
-    if outcome is not RunOutcome.SUCCESS and not bench and (results := rundir.results(output_dir)):
+    if config.trainer.tenants is not None:
+        console.say("to go on: the same command")
+    elif outcome is not RunOutcome.SUCCESS and not bench and (results := rundir.results(output_dir)):
         begun = outcome is RunOutcome.INTERRUPTED or results != ["metrics"]  # of a first evaluation
         way = f"to go on: the same command {'without --clean and ' if config.clean else ''}with --recover"
         console.say(way if begun else "to begin again: the same command with --clean")
@@ -246,6 +249,9 @@ def _check(config: RLConfig) -> None:
 
 
 def _check_directory(config: RLConfig) -> None:
+    if config.trainer.tenants is not None and {"rollouts", "weights"} & {*rundir.results(config.output_dir)}:
+        other = other_directory(config.output_dir)
+        raise UserError(f"{config.output_dir} holds a run of its own: give the deployment --output-dir {other}")
     if not config.clean and not config.bench and not _resumes(config):
         rundir.refuse_results(config.output_dir)
 

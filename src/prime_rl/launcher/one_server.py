@@ -3,7 +3,9 @@
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+import httpx
 
 from prime_rl.config import EvalConfig, InferenceConfig, write_toml
 from prime_rl.config.inference import SERVER
@@ -13,6 +15,8 @@ from prime_rl.launcher.rundir import forget_status
 from prime_rl.launcher.supervise import SupervisedChild
 from prime_rl.monitor import read_status
 from prime_rl.wait import wait
+
+_PROBE_SECONDS = 5.0
 
 
 def process_of(
@@ -35,7 +39,11 @@ def running_server(config: InferenceConfig, seconds: float) -> Iterator[None]:
 
     def has_started() -> bool:
         status = read_status(config.output_dir).get(SERVER)
-        return child.process.status is not None or (status is not None and status.ready is not None)
+        if child.process.status is not None or status is None or status.ready is None:
+            return child.process.status is not None
+        with suppress(httpx.HTTPError):  # it is ready a moment before it listens
+            return httpx.get(f"{config.server.url}/health", timeout=_PROBE_SECONDS, trust_env=False).is_success
+        return False
 
     child.start(os.environ)
     try:

@@ -8,6 +8,7 @@ import pytest
 from prime_rl.config import InferenceConfig, OrchestratorConfig, RLConfig
 from prime_rl.config.inference import ServerConfig
 from prime_rl.config.orchestrator import TrainingEnv
+from prime_rl.config.rl import DeploymentConfig
 from prime_rl.config.shared import CkptConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher import launch
@@ -46,6 +47,13 @@ def test_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "out").exists()
     monkeypatch.setenv("VLLM_API_KEY", "k")
     assert run(config(tmp_path, **tiny, **{**goes_on, "seed": 1}, **open_to_all)) == 0
+
+
+def test_a_deployment_takes_no_directory_of_a_run(tmp_path: Path) -> None:
+    commit_empty(tmp_path / "weights" / "step_3", 3)
+    tiny = {"model": {"name": str(MODEL)}, "device": "cpu", "trainer": {"lora": {}, "tenants": {}}, "inference": {}}
+    with pytest.raises(UserError, match=r"holds a run of its own: give the deployment --output-dir \S+"):
+        run(from_table(DeploymentConfig, {"output_dir": tmp_path, **tiny}))
 
 
 def test_a_finished_run_is_not_recovered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
