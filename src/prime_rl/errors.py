@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 NEVER_WORKED = "no episode has succeeded"  # begins the message of an error that a restart would meet again
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class UserError(Exception):
@@ -17,7 +18,12 @@ class UserError(Exception):
 def say(text: str) -> None:
     """Print. Once the terminal or pipe is closed (`rl … | head`) lines are dropped, and the run goes on."""
     with until_closed():
-        print(text, flush=True)
+        print(printable(text), flush=True)
+
+
+def printable(text: str) -> str:
+    """Return text without what controls a terminal, but for tabs and ends of lines."""
+    return _CONTROL.sub("?", text)
 
 
 @contextmanager

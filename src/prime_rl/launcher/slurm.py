@@ -20,7 +20,10 @@ SlurmRun = RLConfig | SFTConfig | EvalConfig | InferenceCommandConfig
 
 def submit(config: SlurmRun, command: str) -> None:
     """Write the configs and the script, and hand it to `sbatch`; with `dry_run` print the script instead.
-    Raises UserError: the nodes cannot be laid out, or `sbatch` is missing or refuses the script."""
+    Raises UserError: the nodes cannot be laid out, a key would be lost, or `sbatch` is missing or refuses."""
+    inference = config if isinstance(config, InferenceConfig) else getattr(config, "inference", None)
+    if inference is not None and inference.api_key:
+        raise UserError("inference.api_key is not written into files of a job: set VLLM_API_KEY before you submit")
     place = Path("configs") / ("slurm-dry-run" if config.dry_run else "slurm")
     base = config.output_dir / place / f"{command}.toml"
     write_toml(config, base)
@@ -46,7 +49,7 @@ def submit(config: SlurmRun, command: str) -> None:
 
 def variants(config: SlurmRun, base: Path) -> list[SlurmRun]:
     """Return the runs of `slurm.sweep`, each in a directory of its own that is named after its values; none without.
-    Raises UserError: one of them is no valid configuration. `base` is the written `config`."""
+    Raises UserError: one is no valid configuration, or two have the same directory. `base` is the written `config`."""
     assert config.slurm is not None
     sweep, made = config.slurm.sweep, list[SlurmRun]()
     for values in itertools.product(*sweep.values()) if sweep else ():
@@ -57,6 +60,8 @@ def variants(config: SlurmRun, base: Path) -> list[SlurmRun]:
             run = parse(type(config), ["@", str(base), *options], {})
         except ConfigError as error:
             raise UserError(f"slurm.sweep, {', '.join(words)}: {'; '.join(error.problems)}") from None
+        if directory in {one.output_dir for one in made}:
+            raise UserError(f"slurm.sweep: two combinations of values have the directory {directory}")
         made.append(run.model_copy(update={"slurm": config.slurm}))
     return made
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -21,32 +22,35 @@ _TINY, _SMALL = "assets/tiny-reverse", "Qwen/Qwen3-0.6B"  # the first: already p
 
 
 def write_starter(config: StarterConfig) -> None:
-    """Ask for what is missing, write the file, and say what comes next.
+    """Ask for what is missing, write the file (print it: `dry_run`), and say what comes next.
     Raises UserError: the file exists, or an answer is invalid."""
     if config.file.exists():
         raise UserError(f"{config.file} exists: give another --file")
     environment = config.environment or _answer(f"Environment ({', '.join(ids.installed())})", "reverse-text")
     gpus = str(len(visible_gpus(os.environ)) if config.gpus is None else config.gpus)
     gpus = gpus if config.gpus is not None else _answer("GPUs (0: none)", gpus)
-    if not gpus.isdigit():
+    if not (gpus.isascii() and gpus.isdecimal()):
         raise UserError(f"{gpus} is no number of GPUs")
     tiny = environment == "reverse-text" and gpus == "0" and Path(_TINY).is_dir()
     model = config.model or _answer("Model (hub name or directory)", _TINY if tiny else _SMALL)
-    draft = config.file.with_name(f".{config.file.name}.tmp")
-    with user_errors(f"cannot write {config.file}", OSError):
-        draft.write_text(starter_text(environment, model, int(gpus), f"uv run rl @ {config.file}"))
+    draft, word = config.file.with_name(f".{config.file.name}.tmp"), shlex.quote(str(config.file))
+    text = starter_text(environment, model, int(gpus), f"uv run rl @ {word}")
+    with user_errors(f"cannot write {config.file}", OSError, UnicodeError):
+        draft.write_text(text, encoding="utf-8")
     try:
         run = parse(RLConfig, ["@", str(draft)], {})
         preflight.check_environment(run.orchestrator.all_environments()[0])
         preflight.check_model(model)
+        if config.dry_run:
+            return say(text.rstrip())
         draft.rename(config.file)
     except ConfigError as error:
         raise UserError("; ".join(error.problems)) from error
     finally:
         draft.unlink(missing_ok=True)
     say(f"wrote {config.file}")
-    say(f"uv run rl plan @ {config.file}    shows what it starts, and what it needs")
-    say(f"uv run rl @ {config.file}         starts it")
+    say(f"uv run rl plan @ {word}    shows what it starts, and what it needs")
+    say(f"uv run rl @ {word}         starts it")
 
 
 def _answer(question: str, default: str) -> str:
@@ -88,5 +92,7 @@ def starter_text(environment: str, model: str, gpus: int, command: str) -> str:
             section = table
         setting = find(RLConfig, tuple(name.split(".")))
         assert setting is not None
-        lines.append(f"{mark}{key} = {json.dumps(value)}".ljust(40) + f" # {setting.field.description}")
+        lines.append(
+            f"{mark}{key} = {json.dumps(value, ensure_ascii=False)}".ljust(40) + f" # {setting.field.description}"
+        )
     return "\n".join([*lines, ""])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from prime_rl.errors import say, until_closed
+from prime_rl.errors import printable, say, until_closed
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -29,7 +29,7 @@ class LiveRegion(AbstractContextManager["LiveRegion"]):
     """Rows below the lines; nothing where stdout is no terminal. What this process prints appears above them."""
 
     def __init__(self) -> None:
-        terminal, encoding = os.environ.get("TERM", "dumb"), f"{sys.stdout.encoding}".lower()
+        terminal, encoding = os.environ.get("TERM") or "dumb", f"{sys.stdout.encoding}".lower()
         self._capable = terminal not in ("dumb", "unknown") and encoding == "utf-8"
         self._drawn = -math.inf
         self._first: tuple[float, int] | None = None  # when progress was first shown, and how much it was
@@ -40,7 +40,7 @@ class LiveRegion(AbstractContextManager["LiveRegion"]):
         if self.live is None:
             return say(text)
         with until_closed():
-            self.live.console.print(text, style=style)
+            self.live.console.print(printable(text), style=style)
 
     def draw(self, rows: Callable[[], Iterable[Spans]]) -> None:
         """Show these rows in place of the last ones, unless those were drawn just now. Only the first are kept if
@@ -62,7 +62,9 @@ class LiveRegion(AbstractContextManager["LiveRegion"]):
                 console.show_cursor()  # a killed process may have hidden it
             columns, lines = os.get_terminal_size(sys.stdout.fileno())
             self.live.console.size = size = (columns or MAX_WIDTH, lines or 24)  # a terminal may not know
-            texts = [Text.assemble(*spans, no_wrap=True) for spans in rows()][: max(1, size[1] // 2)]
+            bars = size[0] > 2 * _BAR_CELLS  # or numbers alone
+            shown = [[(printable(text), style) for text, style in row if bars or text.strip("━╌")] for row in rows()]
+            texts = [Text.assemble(*spans, no_wrap=True) for spans in shown][: max(1, size[1] // 2)]
             for text in texts:
                 text.truncate(min(MAX_WIDTH, size[0] - 1), overflow="ellipsis")
             self.live.update(Group(*texts), refresh=True)

@@ -248,8 +248,9 @@ def check_trackers(configs: Mapping[str, shared.MonitorConfig]) -> None:
             library = "prometheus_client" if name == "prometheus" else name
             if find_spec(library) is None:
                 raise UserError(f"{name} needs the library {library}: add `--extra trackers` to `uv sync`")
-            address, server = ("", 0), urlsplit(_mlflow_uri(settings) if name == "mlflow" else "")
+            address = ("", 0)
             try:
+                server = urlsplit(_mlflow_uri(settings) if name == "mlflow" else "")
                 if name == "prometheus":
                     address = _address(settings, process)
                     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
@@ -257,8 +258,9 @@ def check_trackers(configs: Mapping[str, shared.MonitorConfig]) -> None:
                 elif server.scheme in ("http", "https"):
                     address = server.hostname or "", server.port or {"http": 80, "https": 443}[server.scheme]
                     socket.create_connection(address, _CHECK_SECONDS).close()
-            except (OSError, OverflowError) as error:
-                raise UserError(f"{name} cannot use {':'.join(map(str, address))}: {error}") from error
+            except (OSError, OverflowError, ValueError) as error:
+                used = ":".join(map(str, address)) if any(address) else "its uri"  # which may have a password
+                raise UserError(f"{name} cannot use {used}: {error}") from error
     check_wandb(*(config.wandb for config in configs.values()))
 
 

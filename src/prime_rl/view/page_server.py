@@ -13,7 +13,8 @@ from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from prime_rl.errors import UserError, say
+from prime_rl.errors import UserError, say, user_errors
+from prime_rl.transport.commit import write_atomically
 from prime_rl.view.run_files import RunFiles, answer, find_runs
 
 STATIC = Path(__file__).parent / "static"
@@ -30,10 +31,11 @@ _FILE_STEPS, _FILE_ROWS = 3, 8  # steps, and samples of each, in an exported pag
 
 def view(paths: Sequence[Path], host: str, port: int | None, export: Path | None) -> None:
     """Serve the page of the runs at `paths` until interrupted, or write it into the file `export`.
-    Raises UserError: one of them is no run, or the port is taken."""
+    Raises UserError: one of them is no run, the port is taken, or the file cannot be written."""
     runs = find_runs(paths)
     if export is not None:
-        size = write_page(runs, export)
+        with user_errors(f"cannot write {export}", OSError):
+            size = write_page(runs, export)
         return say(f"wrote {export} ({size / 2**20:.1f} MiB), which needs no other file")
     listener, token = listen(host, port), "" if host in _LOOPBACK else secrets.token_urlsafe(24)
     url_host = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
@@ -96,7 +98,10 @@ def page_app(paths: Sequence[Path], token: str = "") -> FastAPI:
 
 def write_page(runs: dict[Path, str], path: Path) -> int:
     """Write the page with the data of the runs into one file and return its size. Of rollouts it has some samples of
-    the first, the middle and the last step that are kept. The keys are those of `fromFile` in view.js."""
+    the first, the middle and the last step that are kept. The keys are those of `fromFile` in view.js.
+    Raises UserError: `path` exists and is no such page."""
+    if path.exists() and not (path.is_file() and _is_page(path)):
+        raise UserError(f"{path} exists and is no page of runs: give another --export")
     every = [RunFiles(*run) for run in runs.items()]
     answers: dict[str, Any] = {"runs": [answer(run, "summary", {}) for run in every]}
     for number, run in enumerate(every):
@@ -127,4 +132,11 @@ def write_page(runs: dict[Path, str], path: Path) -> int:
     inline = f'<script id="data" type="application/json">{data}</script>\n<script>{script}</script>\n</body>'
     html = html.replace('<script src="view.js" defer></script>\n', "").replace("</body>", inline)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return path.write_text(html)
+    write_atomically(path, html.encode())
+    return len(html.encode())
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        head = file.read(1000)
+    return head.startswith(b"<!doctype html>") and b"<title>prime-rl</title>" in head

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 import re
 import sqlite3
 import threading
@@ -54,7 +55,10 @@ class RunFiles:
         """Return what the page asks for every few seconds. `pulse` changes when the run's files do."""
         self._read_metrics()
         tables, report = self._tables(), self.doctor({})
-        settings = tables.get("orchestrator") or tables.get("rl", {}).get("orchestrator") or tables.get("trainer", {})
+        settings = (
+            tables.get("orchestrator") or _table(tables.get("rl", {}), "orchestrator") or tables.get("trainer", {})
+        )
+        envs = listed if isinstance(listed := settings.get("environments"), list) else []
         files = [*(columns.path for columns in self._columns.values()), self.path / LEDGER]
         return {
             "name": self.name,
@@ -64,7 +68,7 @@ class RunFiles:
             "pulse": sum(map(_stamp, [*files, self.path / "rollouts", self.path / "evals" / "report.json"])),
             "last_step": max(columns.last_step() for columns in self._columns.values()),
             "keys": [f"{process}:{key}" for process, columns in self._columns.items() for key in columns.names()],
-            "envs": [env.get("name") or env.get("id") for env in settings.get("environments", [])],
+            "envs": _plain([env.get("name") or env.get("id") for env in envs if isinstance(env, dict)]),
         }
 
     def series(self, params: Params) -> dict[str, Any]:
@@ -139,9 +143,11 @@ class RunFiles:
                     yield step_dir(parent, step).stat().st_mtime, "trainer", "checkpoint", f"{parent.name}/step_{step}"
         for path in (self.path / "logs").rglob("*.log"):
             for match in filter(None, map(_LOG_LINE.match, log_tail(path))):
-                time, kind = datetime.fromisoformat(match[1]).timestamp(), match[2].lower().replace("critical", "error")
-                if time < end_times.get(path.stem, time + 1):  # vLLM is noisy when it is asked to stop
-                    yield time, path.stem, kind, match[3][:500]
+                kind = match[2].lower().replace("critical", "error")
+                with suppress(ValueError, OverflowError):  # no such day
+                    time = datetime.fromisoformat(match[1]).timestamp()
+                    if time < end_times.get(path.stem, time + 1):  # vLLM is noisy when it is asked to stop
+                        yield time, path.stem, kind, match[3][:500]
 
     def ledger(self, params: Params) -> dict[str, Any]:
         """Return the audit's report: see `AuditReport`."""
@@ -164,7 +170,7 @@ class RunFiles:
         return {"rows": page, "more": len(rows) > PAGE, "outcomes": outcomes, "size": PAGE}
 
     def evals(self, params: Params) -> dict[str, Any]:
-        return _read_json(self.path / "evals" / "report.json")
+        return {name: _plain(value) for name, value in _read_json(self.path / "evals" / "report.json").items()}
 
     def config(self, params: Params) -> dict[str, dict[str, Any]]:
         """Return the settings of each process, by dotted key."""
@@ -178,7 +184,7 @@ class RunFiles:
         return tables
 
     def _decoder(self) -> Decoder | None:
-        models = [table["model"]["name"] for table in self._tables().values() if "model" in table]
+        models = [name for table in self._tables().values() if (name := _table(table, "model").get("name"))]
         return find_decoder(self.path, str(models[0]) if models else "")
 
     def _cached(self, name: str, state: object, make: Callable[[], Any]) -> Any:
@@ -210,7 +216,22 @@ def _number(params: Params, name: str, default: int = 0) -> int:
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
-        yield from _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+        yield from _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", _plain(value))]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON of a browser can have: a date or an infinity is its text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    has = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+    return value if has else str(value)
+
+
+def _table(parent: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = parent.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def answer(run: RunFiles, query: str, params: Params) -> Any:
@@ -219,7 +240,7 @@ def answer(run: RunFiles, query: str, params: Params) -> Any:
         raise UserError(f"no such request: {query}")
     try:
         return getattr(run, query)(params)
-    except (CommitError, OSError, ValueError, sqlite3.Error) as error:
+    except (CommitError, OSError, ValueError, OverflowError, sqlite3.Error) as error:
         raise UserError(one_line(error)) from error
 
 
@@ -234,7 +255,7 @@ def find_runs(paths: Sequence[Path]) -> dict[Path, str]:
         around = [one.resolve() for one in (path, *sorted((path / "tenants").glob("*"))) if rundir.is_run(one)]
         if not around:
             raise UserError(_no_run(path))
-        runs += [one for one in around if one not in runs]
+        runs = [*dict.fromkeys([*runs, *around])]  # a link may lead to another of them
     length = next(size for size in range(1, 99) if len({run.parts[-size:] for run in runs}) == len(runs))
     return {run: "/".join(run.parts[-length:]) for run in runs}
 

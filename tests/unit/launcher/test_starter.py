@@ -36,6 +36,23 @@ def test_no_answer_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert 'id = "reverse-text"' in (tmp_path / "rl.toml").read_text()
 
 
+def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Contract: commands can be pasted; with `dry_run` the file is printed, and not written."""
+    file = tmp_path / "my run.toml"
+    write_starter(starter(file, dry_run=True))
+    assert f"# uv run rl @ '{file}'\n" in capsys.readouterr().out
+    assert [*tmp_path.iterdir()] == []
+    write_starter(starter(file))
+    assert f"uv run rl plan @ '{file}'" in capsys.readouterr().out
+    assert 'id = "🙂"' in starter_text("🙂", "m", 0, "rl")
+
+
+def test_no_number_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.launcher.starter._answer", lambda *_: "²")
+    with pytest.raises(UserError, match="² is no number"):
+        write_starter(starter(tmp_path / "rl.toml", gpus=None))
+
+
 def test_what_is_a_comment_can_be_made_a_setting(tmp_path: Path) -> None:
     text = starter_text("reverse-text", "m", 2, "rl").partition("\n\n")[2]
     assert "# rank = 16" in text

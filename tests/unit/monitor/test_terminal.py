@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl.errors import say
 from prime_rl.monitor.terminal import minutes, progress, remaining, sparkline
 from support.processes import until
 from support.terminal import Screen, Terminal, python
@@ -35,6 +36,11 @@ def test_progress_in_words() -> None:
     assert [minutes(seconds) for seconds in (0.4, 75.2, 3700)] == ["0:00", "1:15", "1:01:40"]
 
 
+def test_nothing_controls_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    say("a\tb\n\x1b[31mä🙂\r\x9b\x7f")
+    assert capsys.readouterr().out == "a\tb\n?[31mä🙂???\n"
+
+
 PROGRAM = """
 import os, sys, time, warnings
 from loguru import logger
@@ -62,7 +68,7 @@ with LiveRegion() as region:
     if how == "raise":
         1 / 0
     region._drawn = -1.0
-    region.draw_progress(1, 4, "steps", lambda: ", loss 0.5")
+    region.draw_progress(1, 4, "steps", lambda: ", loss 0.5\\x1b]0;t")
 print("after")
 """
 
@@ -103,9 +109,12 @@ def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
 
 def test_no_rows_and_no_escapes_elsewhere() -> None:
     """A dumb terminal gets lines only; NO_COLOR takes the colours and leaves the rows."""
-    assert "\x1b" not in Terminal(python(PROGRAM, "end"), TERM="dumb", NO_COLOR="1").wait(0)
+    for name in ("dumb", ""):
+        assert "\x1b" not in Terminal(python(PROGRAM, "end"), TERM=name, NO_COLOR="1").wait(0)
     plain = Terminal(python(PROGRAM, "end"), NO_COLOR="1").wait(0)
     assert "xxx…" in plain
     assert "━" * 6 + "╌" * 18 + " 1/4 steps, loss 0.5" in re.sub(r"\x1b\[\d+m", "", plain)
     assert "\x1b[32m" not in plain
+    narrow = re.sub(r"\x1b\[\d+m", "", Terminal(python(PROGRAM, "end"), columns=30, NO_COLOR="1").wait(0))
+    assert ("1/4 steps, loss 0.5" in narrow, "━" in narrow) == (True, False)
     assert "\x1b[32m" in Terminal(python(PROGRAM, "end")).wait(0)

@@ -195,6 +195,9 @@ def test_one_that_cannot_start_is_found_first(tmp_path: Path, monkeypatch: pytes
     gone = f"127.0.0.1:{free_port()}"
     with pytest.raises(UserError, match=f"^mlflow cannot use {gone}: .*refused"):
         check_trackers({"trainer": MonitorConfig(mlflow=MlflowConfig(uri=f"http://{gone}"))})
+    for wrong in ("http://h:99999", "http://h:abc", "http://[::1"):
+        with pytest.raises(UserError, match=r"^mlflow cannot use its uri: (Port|Invalid)"):
+            check_trackers({"trainer": MonitorConfig(mlflow=MlflowConfig(uri=wrong))})
     config = MonitorConfig(tensorboard=TensorboardConfig(), mlflow=MlflowConfig(id="no-such-run"))
     with pytest.raises(UserError, match="^mlflow did not start: .*no-such-run"):
         Monitor(tmp_path, "trainer", config, {})

@@ -14,7 +14,7 @@ from prime_rl.config import parse
 from prime_rl.config.view import ViewConfig
 from prime_rl.entrypoints.rl import _name_runs
 from prime_rl.errors import UserError
-from prime_rl.view.page_server import STATIC, listen, page_app, write_page
+from prime_rl.view.page_server import STATIC, listen, page_app, view, write_page
 from prime_rl.view.run_files import find_runs
 from support.viewing import make_run
 
@@ -75,11 +75,46 @@ def test_one_file(tmp_path: Path) -> None:
     assert all("messages" in data[f"sample&run=0&row={row}&step=2"] for row in rows)
 
 
+def test_what_a_page_replaces(tmp_path: Path) -> None:
+    """Contract: an earlier page and nothing else; what cannot be written is one line."""
+    run, path, other = make_run(tmp_path / "run"), tmp_path / "page.html", tmp_path / "precious.txt"
+    for _ in range(2):
+        view([run], "127.0.0.1", None, path)
+    other.write_text("precious")
+    for taken in (other, tmp_path):
+        with pytest.raises(UserError, match="exists and is no page of runs"):
+            view([run], "127.0.0.1", None, taken)
+    with pytest.raises(UserError, match="^cannot write .*precious"):
+        view([run], "127.0.0.1", None, other / "page.html")
+    assert (other.read_text(), len([*tmp_path.iterdir()])) == ("precious", 3)
+
+
+def test_values_that_json_lacks(tmp_path: Path) -> None:
+    """Contract: dates and infinities of a configuration are text; what is no table is no environment."""
+    run = make_run(tmp_path / "run")
+    text = 'environments = ["x", {id = "y", args = {a = [2026-11-30, {b = inf}], c = nan, d = 1.5}}]\nmodel = "m"\n'
+    (run / "configs" / "orchestrator.toml").write_text(text)
+    (run / "logs" / "trainer.log").write_text("2026-13-99 10:00:00 ERROR odd\n2026-11-30 10:00:00 ERROR even\n")
+    client = TestClient(page_app([run]), base_url="http://localhost")
+    assert client.get("/api/runs").json()[0]["envs"] == ["y"]
+    args = {"a": ["2026-11-30", {"b": "inf"}], "c": "nan", "d": 1.5}
+    shown = client.get("/api/config").json()["orchestrator"]
+    assert shown == {"environments": ["x", {"id": "y", "args": args}], "model": "m"}
+    assert [event["text"] for event in client.get("/api/events").json() if event["kind"] == "error"] == ["even"]
+    for wrong in ("samples?step=inf", "episodes?offset=1e400"):
+        assert client.get(f"/api/{wrong}").status_code == 404
+    write_page(find_runs([run]), tmp_path / "page.html")
+    assert "Infinity" not in (tmp_path / "page.html").read_text().split('type="application/json">')[1].split("</")[0]
+
+
 def test_which_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: a deployment's tenants are runs; what is none is one line that names those near it."""
     monkeypatch.chdir(tmp_path)
     one, other = make_run(tmp_path / "outputs" / "one"), make_run(tmp_path / "deployment" / "tenants" / "alice")
     assert list(find_runs([one, tmp_path / "deployment"]).values()) == ["one", "alice"]
+    (one / "tenants").mkdir()
+    (one / "tenants" / "me").symlink_to(one)
+    assert list(find_runs([one]).values()) == ["one"]
     make_run(tmp_path / "later" / "one")
     assert list(find_runs([one, other, tmp_path / "later" / "one"]).values())[::2] == ["outputs/one", "later/one"]
     with pytest.raises(UserError, match=r"there is no directory outputs/on: .*; near it: outputs/one"):
