@@ -4,16 +4,18 @@ import json
 import re
 import socket
 import urllib.request
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.message import DecodeError
 
 from prime_rl.config.shared import MlflowConfig, MonitorConfig, PrometheusConfig, TensorboardConfig, TrackioConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import Extras, Monitor
 from prime_rl.monitor.trackers import check_trackers
+from prime_rl.wait import wait
 
 EXTRAS = Extras([("words", "Reverse: abc", "cba", 1.0, 0.5)] * 2, {"reward": [0.0, 1.0, 1.0]})
 ROWS = {0: {"reward/mean": 0.25, "eval/words/avg@4": 0.5, "eval/words/avg@4/ci95": 0.1}, 1: {"reward/mean": 0.75}}
@@ -62,7 +64,15 @@ def test_wandb(tmp_path: Path) -> None:
     """Contract: processes of one run share a group; the chosen steps have a table of rollouts and histograms."""
     settings = {"name": "words-orchestrator", "tags": ["small"], "offline": True, **BOTH}
     log_two_steps(tmp_path, wandb=settings)
-    run, first, second = [row for row in wandb_rows(tmp_path) if "group" in row or "step" in row][:3]
+
+    def rows() -> list[dict[str, str]] | None:
+        with suppress(DecodeError):  # half a record
+            written = [row for row in wandb_rows(tmp_path) if "group" in row or "step" in row]
+            return written if len(written) > 2 else None
+        return None
+
+    # W&B's own process may write for a moment longer.
+    run, first, second = wait(rows, subject="rows in W&B's file", owner="W&B", seconds=60)[:3]
     assert run == {"group": "words", "tags": "small"}
     assert (first["reward/mean"], first["step"], second["reward/mean"]) == ("0.25", "0", "0.75")
     assert first["samples.nrows"] == "2"
