@@ -3,10 +3,10 @@
 FROM python:3.12-slim-bookworm AS build
 COPY locks/build.txt /locks/
 RUN pip install --no-cache-dir --no-deps --require-hashes -r /locks/build.txt
-ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never
+ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never UV_CACHE_DIR=/uv-cache
 COPY locks/cuda.txt /locks/
 # All that is installed is in the lock, so nothing is resolved. Compiled here: the file system may be read-only later.
-RUN --mount=type=cache,target=/root/.cache/uv \
+RUN --mount=type=cache,target=/uv-cache \
     uv venv /opt/venv && uv pip install --python /opt/venv --no-deps --require-hashes -r /locks/cuda.txt
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./

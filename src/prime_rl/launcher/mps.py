@@ -1,6 +1,6 @@
 """NVIDIA's Multi-Process Service (MPS): lets processes on one GPU compute concurrently in place of time-slicing.
 
-As a program: the daemon, for as long as its launcher lives. CUDA finds it by two environment variables.
+As a program: the daemon, for as long as its launcher runs. CUDA finds it by two environment variables.
 """
 
 import os
