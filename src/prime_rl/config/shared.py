@@ -61,9 +61,8 @@ class WandbConfig(Section):
 
 
 class TensorboardConfig(Section):
-    """TensorBoard."""
+    """TensorBoard: event files in tensorboard/ of the run directory."""
 
-    dir: Path = option(Path("tensorboard"), "Directory of event files, one below it for each process.")
     log_extras: LogExtrasConfig | None = option(None, "Rollouts and histograms.")
 
 
@@ -73,7 +72,6 @@ class MlflowConfig(Section):
     uri: str | None = option(None, "Tracking server (None: $MLFLOW_TRACKING_URI, else files in mlruns/).")
     experiment: str = option("prime-rl", "Experiment that the run appears under.")
     name: str | None = option(None, "Name of the run (None: that of its directory, and the process).")
-    id: str | None = option(None, "Id that MLflow gave an earlier run, to continue it.")
 
     def checks(self) -> Checks:
         ways = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or all of it as MLFLOW_TRACKING_URI"
@@ -85,7 +83,6 @@ class TrackioConfig(Section):
 
     project: str = option("prime-rl", "Project that the run appears under.")
     name: str | None = option(None, "Name of the run; of an earlier one to continue it (None: its directory's, anew).")
-    space: str | None = option(None, "Hugging Face Space to send to (None: local files, for `trackio show`).")
     log_extras: LogExtrasConfig | None = option(None, "Rollouts and histograms.")
 
 

@@ -100,7 +100,7 @@ def start_tensorboard(settings: shared.TensorboardConfig, origin: Origin) -> Tra
     from tensorboard.plugins.text.summary_v2 import text_pb
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    writer = EventFileWriter(str(origin.output_dir / settings.dir / origin.process))
+    writer = EventFileWriter(str(origin.output_dir / "tensorboard" / origin.process))
 
     def log(step: int, row: Mapping[str, float], extras: Extras) -> None:
         summaries = [scalar_pb(name, value) for name, value in row.items()]
@@ -126,15 +126,11 @@ def start_mlflow(settings: shared.MlflowConfig, origin: Origin) -> Tracker:
     client = MlflowClient(uri)
     # In a file store, `/` would make a subdirectory.
     refused = r"[^\w\-. :/]" if uri.startswith("http") else r"[^\w\-. :]"
-    if settings.id is not None:
-        run = client.get_run(settings.id).info.run_id
-        client.update_run(run, status="RUNNING")
-    else:
-        known = client.get_experiment_by_name(settings.experiment)
-        experiment = client.create_experiment(settings.experiment) if known is None else known.experiment_id
-        tags = {"group": origin.group(settings.name), "process": origin.process}
-        run = client.create_run(experiment, tags=tags, run_name=origin.name(settings.name)).info.run_id
-        client.log_batch(run, params=[Param(key, str(value)[:500]) for key, value in origin.run_config.items()])
+    known = client.get_experiment_by_name(settings.experiment)
+    experiment = client.create_experiment(settings.experiment) if known is None else known.experiment_id
+    tags = {"group": origin.group(settings.name), "process": origin.process}
+    run = client.create_run(experiment, tags=tags, run_name=origin.name(settings.name)).info.run_id
+    client.log_batch(run, params=[Param(key, str(value)[:500]) for key, value in origin.run_config.items()])
 
     def log(step: int, row: Mapping[str, float], extras: Extras) -> None:
         now = round(time.time() * 1000)
@@ -152,7 +148,6 @@ def start_trackio(settings: shared.TrackioConfig, origin: Origin) -> Tracker:
         settings.project,
         name=origin.name(settings.name),
         group=origin.group(settings.name),
-        space_id=settings.space,
         config=origin.run_config,
         resume="allow" if settings.name else "never",
     )

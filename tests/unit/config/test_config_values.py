@@ -235,7 +235,7 @@ rl --wandb.project p --wandb.name run --wandb.id abc --wandb.dir w --wandb.offli
 rl --wandb.tags a,b --wandb.log-extras.interval 5 --wandb.log-extras.no-samples --tensorboard
   trainer.monitor.wandb.tags=['a','b'] orchestrator.monitor.wandb.tags=['a','b']
   trainer.monitor.wandb.log_extras.interval=5 orchestrator.monitor.wandb.log_extras.samples=False
-  trainer.monitor.tensorboard.dir=tensorboard orchestrator.monitor.mlflow=None
+  trainer.monitor.tensorboard.log_extras=None orchestrator.monitor.mlflow=None
 rl --wandb.log-extras --prometheus.port 9000
   trainer.monitor.wandb.log_extras.interval=10 orchestrator.monitor.prometheus.port=9000
 rl --trainer.monitor.wandb.project p
