@@ -95,24 +95,17 @@ class InferenceConfig(BaseConfig):
     def checks(self) -> Checks:
         """Refuse nodes other than one that serves and headless ones that it leads: vLLM would misread or await them."""
         size, local, start = self.data_parallel_size, self.data_parallel_size_local, self.data_parallel_start_rank
-        some = f"<data_parallel_size_local> {local}"
-        if local is not None and local > size:
-            yield Problem(f"{some} exceeds <data_parallel_size> {size}")
-        elif not self.headless:
-            first = "<data_parallel_start_rank> is for headless nodes: the node that serves has the first replicas"
-            reach = f"{some} of {size}: the other nodes need data_parallel_address, where they reach this one"
-            several = local is not None and local < size
-            yield conflict(start is not None, first)
-            yield conflict(several and self.data_parallel_address is None, reach)
-        elif size > 1 or "nnodes" not in self.vllm:  # several nodes may also share one replica, by options of vLLM
-            keys = ("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_address")
-            if size == 1:
-                yield Problem("<headless> runs engines for another node: give data_parallel_size")
-            elif missing := [key for key in keys if getattr(self, key) is None]:
-                yield Problem(f"<headless> needs {', '.join(missing)}, too")
-            elif not 0 < (start or 0) <= size - (local or 0):
-                rest = f"replicas 1 to {size - 1} are for headless nodes"
-                yield Problem(f"<data_parallel_start_rank> {start} with {some}: {rest}")
+        some = f"<data_parallel_size_local> {local} of <data_parallel_size> {size}"
+        yield conflict(local is not None and local > size, f"{some}: a node has more replicas than there are")
+        spread = local is not None and local < size and self.data_parallel_address is None
+        yield conflict(spread, f"{some}: all nodes need data_parallel_address, that of the one that serves")
+        first = "<data_parallel_start_rank> is for headless nodes: the node that serves has the first replicas"
+        yield conflict(not self.headless and start is not None, first)
+        if self.headless and "nnodes" not in self.vllm:  # several nodes may also share one replica, by options of vLLM
+            yield conflict(size == 1, "<headless> runs engines for another node: give data_parallel_size")
+            valid = local is not None and 0 < (start or 0) <= size - local
+            needs = f"<headless> runs some of replicas 1 to {size - 1}: give data_parallel_size_local"
+            yield conflict(size > 1 and not valid, f"{needs}, and as data_parallel_start_rank the first of them")
 
 
 class InferenceCommandConfig(InferenceConfig):

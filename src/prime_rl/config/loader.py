@@ -34,7 +34,7 @@ from prime_rl.config.base import (
     nearest,
     settings,
 )
-from prime_rl.config.migration import GONE, OLDER, current_file
+from prime_rl.config.migration import OLDER, current_file
 from prime_rl.errors import UserError, say
 from prime_rl.redact import without_password
 
@@ -467,8 +467,6 @@ def _unknown(cls: type[Section], table: Table, keys: Keys) -> str:
         return f"{unknown}: only `rl` has a section `{keys[0]}`; give {its} to the command `{keys[0]}`"
     if tags:
         return f"{unknown} of this type; it belongs to type {', '.join(tags)}"
-    if fates := [fate for name, fate in GONE.items() if f".{name}." in f".{'.'.join(keys)}."]:
-        return f"{unknown}: it was {fates[0]}"
     near = nearest(cls, keys)
     return unknown if near is None else f"{unknown}; did you mean {spell(near, entry.kind)}?"
 

@@ -50,11 +50,6 @@ $ rl --no-cleen --orchestrator.environment.id x
 $ trainer --monitor.wandb.id a --orchestrator.monitor.wandb.id b
   --orchestrator.monitor.wandb.id names no setting: only `rl` has a section `orchestrator`; give
     --monitor.wandb.id to the command `orchestrator`
-$ trainer --optim.match-rms true
-  --optim.match-rms names no setting: it was removed: updates of muon have AdamW's size and lr
-$ orchestrator --environments.0.id x --environments.0.requirements y --canary false
-  --environments.0.requirements names no setting: it was removed: name an interpreter that has them in python
-  --canary names no setting: it was renamed to logprob_check
 $ inference --vlm.max-num-seqs 4 --foo.max-num-seqs 4
   --vlm.max-num-seqs names no setting; did you mean --vllm.max-num-seqs?
   --foo.max-num-seqs names no setting
@@ -173,19 +168,18 @@ $ sft --data.micro-batch-size 3
 $ trainer --data.fake.seq-len 9999
   data.fake.seq_len 9999 exceeds seq_len 2048 (data.fake.seq_len: --data.fake.seq-len)
 $ inference --data-parallel-size-local 2
-  data_parallel_size_local 2 exceeds data_parallel_size 1 (data_parallel_size_local: --data-parallel-size-local)
-$ inference --data-parallel-size 4 --headless --data-parallel-size-local 2
-  headless needs data_parallel_start_rank, data_parallel_address, too (headless: --headless)
+  data_parallel_size_local 2 of data_parallel_size 1: a node has more replicas than there are (data_parallel_size_local:
+    --data-parallel-size-local)
 $ inference --data-parallel-size 4 --headless --data-parallel-size-local 2 --data-parallel-address 10.0.0.1
 $   --data-parallel-start-rank 3
-  data_parallel_start_rank 3 with data_parallel_size_local 2: replicas 1 to 3 are for headless nodes
-    (data_parallel_start_rank: --data-parallel-start-rank, data_parallel_size_local: --data-parallel-size-local)
+  headless runs some of replicas 1 to 3: give data_parallel_size_local, and as data_parallel_start_rank the first of them
+    (headless: --headless)
 $ inference --data-parallel-size 4 --data-parallel-start-rank 2
   data_parallel_start_rank is for headless nodes: the node that serves has the first replicas
     (data_parallel_start_rank: --data-parallel-start-rank)
 $ inference --data-parallel-size 4 --data-parallel-size-local 2
-  data_parallel_size_local 2 of 4: the other nodes need data_parallel_address, where they reach this one
-    (data_parallel_size_local: --data-parallel-size-local)
+  data_parallel_size_local 2 of data_parallel_size 4: all nodes need data_parallel_address, that of the one that serves
+    (data_parallel_size_local: --data-parallel-size-local, data_parallel_size: --data-parallel-size)
 $ eval --environment-ids x --client.base-url http://r:1 http://q:1 --client.admin-base-url http://a:1
   client: admin_base_url names the servers behind one router: base_url has to name that one (admin_base_url:
     --client.admin-base-url, base_url: --client.base-url)
