@@ -3,7 +3,9 @@
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from prime_rl.inference.compat import PLUGIN, PLUGIN_GROUP
+from prime_rl.inference.compat import PLUGIN
+
+PLUGIN_GROUP = "vllm.endpoint_plugins"
 
 
 def plugin_path(directory: Path) -> list[str]:

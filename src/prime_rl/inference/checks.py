@@ -3,12 +3,16 @@
 What is wrong raises a UserError that names it.
 """
 
-import ctypes
 import errno
+import functools
+import itertools
 import json
 import os
 import re
+import shutil
 import socket
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from prime_rl.transport.weights import INDEX, no_tensors_message, read_header
 
 _GIB = 1 << 30
 _HUB_SECONDS = 10.0
+_DRIVER_SECONDS = 30.0
 _USUAL_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _TINY_GIB, _TINY_CACHE_GIB = 0.1, 4.0
 
@@ -177,24 +182,31 @@ def check_device(device: str, engine: Engine) -> None:
         install = "--extra cuda" if device == "cuda" else "--group cpu"
         build = "CUDA" if engine.device == "cuda" else "CPU"
         raise UserError(f"device is {device}, but the installed vLLM is the {build} build: run `uv sync {install}`")
-    if engine.device == "cuda" and gpu_count() == 0:
+    if engine.device == "cuda" and not visible_gpus(os.environ):
         raise UserError("vLLM's CUDA build needs an NVIDIA GPU, and none is visible here")
 
 
-def gpu_count() -> int:
-    """Count NVIDIA GPUs that `CUDA_VISIBLE_DEVICES` does not hide. Asks NVML, which starts no CUDA context."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and not visible.replace("-1", "").strip(", "):
-        return 0
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Name the GPUs as CUDA_VISIBLE_DEVICES wants them: indices, or UUIDs where the variable holds those."""
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return list(gpu_memory())
+    items = map(str.strip, visible.split(","))
+    return list(itertools.takewhile(lambda item: item[:1] not in ("", "-"), items))  # as CUDA does: -1 ends it
+
+
+@functools.cache
+def gpu_memory() -> dict[str, float | None]:
+    """Return the memory of each GPU of this host in GiB, by index; None where the driver does not say.
+    Raises UserError where it hangs."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return {}
+    query = [tool, "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_uint(0)
-    if nvml.nvmlInit_v2() != 0 or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-        return 0
-    nvml.nvmlShutdown()
-    return count.value if visible is None else min(count.value, len([part for part in visible.split(",") if part]))
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=_DRIVER_SECONDS).stdout.splitlines()
+    except subprocess.TimeoutExpired:
+        raise UserError(f"nvidia-smi does not answer within {_DRIVER_SECONDS:.0f} s: the driver hangs") from None
+    rows = [row.groups() for line in lines if (row := re.fullmatch(r"(\d+), *(.*)", line))]
+    return {index: int(memory) / 1024 if memory.isdigit() else None for index, memory in rows}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -59,18 +59,7 @@ def require_engine() -> Engine:
     return engine
 
 
-PLUGIN_GROUP = "vllm.endpoint_plugins"
 PLUGIN = "prime_rl"  # the entry point's name in pyproject.toml
-
-
-def require_plugin() -> None:
-    """Check that vLLM can find our routes, by the metadata of installed packages. Raises UserError."""
-    if not any(entry.name == PLUGIN for entry in metadata.entry_points(group=PLUGIN_GROUP)):
-        raise UserError(
-            "prime-rl is on the path but not installed, so that vLLM cannot find its routes (entry point "
-            f"{PLUGIN!r} of {PLUGIN_GROUP}): install it (`pip install --no-deps -e .`), or put its *.dist-info on "
-            "PYTHONPATH as benchmarks/package.py does"
-        )
 
 
 def plugin_allowlist() -> str:

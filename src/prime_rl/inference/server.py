@@ -17,7 +17,7 @@ from prime_rl.config.inference import ADAPTER_RANKS
 from prime_rl.errors import UserError
 from prime_rl.importing import quick_imports
 from prime_rl.inference import checks, compat
-from prime_rl.inference.checks import gpu_count, local_model, read_json, tiny_cache_gib, weights_gib
+from prime_rl.inference.checks import local_model, read_json, tiny_cache_gib, visible_gpus, weights_gib
 from prime_rl.monitor import Status, log
 from prime_rl.redact import is_secret
 from prime_rl.transport.settings import check_and_commit, dry_path
@@ -69,7 +69,6 @@ def run(config: InferenceConfig) -> None:
     possible, and SystemExit (2) if vLLM's parser does not know an argument."""
     log.setup(config.log.level, config.process)
     engine = compat.require_engine()
-    compat.require_plugin()
     checks.check(config, engine)
     checks.check_hub(config.model.name, config.vllm.get("revision"))
     if not config.headless:
@@ -151,7 +150,7 @@ def on_cpu(config: InferenceConfig, engine: compat.Engine | None) -> bool:
     """Whether to serve on CPU: as asked, else what the installed vLLM was built for, else what the machine has."""
     if config.device != "auto":
         return config.device == "cpu"
-    return gpu_count() == 0 if engine is None else engine.device == "cpu"
+    return not visible_gpus(os.environ) if engine is None else engine.device == "cpu"
 
 
 def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str]:

@@ -4,13 +4,8 @@
 `HostResources.of_this_host` looks at the machine.
 """
 
-import functools
-import itertools
 import os
-import re
 import shlex
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +17,7 @@ from prime_rl.config.base import BaseConfig
 from prime_rl.config.inference import server_name
 from prime_rl.config.share import PAIR
 from prime_rl.errors import UserError
-from prime_rl.inference.checks import gpu_count, tiny_cache_gib, weights_gib
+from prime_rl.inference.checks import gpu_memory, tiny_cache_gib, visible_gpus, weights_gib
 from prime_rl.redact import is_secret
 from prime_rl.transport.settings import dry_path
 
@@ -40,7 +35,6 @@ _CORES_A_GPU = 8  # for two engines, their HTTP servers, the trainer and the env
 _EPISODES_A_GPU = 128  # in flight: fewer do not keep two engines busy
 _EXTRA_PORTS = 1000  # from a server to the second on its GPU: the ports between are others'
 _LAST_PORT = 65_535
-_DRIVER_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,7 @@ class HostResources:
     def of_this_host(cls, inference: InferenceConfig | None) -> Self:
         """Look at this host. Raises UserError where the NVIDIA driver hangs."""
         gpus, cores = visible_gpus(os.environ), len(os.sched_getaffinity(0))
-        sizes = _ask_driver() if inference is not None and gpus else {}
+        sizes = gpu_memory() if inference is not None and gpus else {}
         named = {gpu: sizes[gpu] for gpu in gpus if gpu in sizes} or sizes  # UUIDs are not looked up
         memory = [size for size in named.values() if size]
         weights = weights_gib(inference.model.name) if inference is not None and memory else None
@@ -392,29 +386,3 @@ def _left_to_train(share: float, limit: float | None, total: float | None) -> fl
 
 def on_cuda(device: str, machine: HostResources) -> bool:
     return device == "cuda" or (device == "auto" and len(machine.gpus) > 0)
-
-
-# -- the machine -------------------------------------------------------------------------------------------------------
-
-
-def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Name the GPUs as CUDA_VISIBLE_DEVICES wants them: indices, or UUIDs where the variable holds those."""
-    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is None:
-        return list(_ask_driver())
-    items = map(str.strip, visible.split(","))
-    return list(itertools.takewhile(lambda item: item[:1] not in ("", "-"), items))  # as CUDA does: -1 ends it
-
-
-@functools.cache
-def _ask_driver() -> dict[str, float | None]:
-    """Return the memory of each GPU of this host in GiB, by index; None where nvidia-smi is not there to say.
-    Raises UserError where the driver hangs."""
-    if (tool := shutil.which("nvidia-smi")) is None:
-        return {str(index): None for index in range(gpu_count())}
-    query = [tool, "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=_DRIVER_SECONDS).stdout.splitlines()
-    except subprocess.TimeoutExpired:
-        raise UserError(f"nvidia-smi does not answer within {_DRIVER_SECONDS:.0f} s: the driver hangs") from None
-    rows = [row.groups() for line in lines if (row := re.fullmatch(r"(\d+), *(.*)", line))]
-    return {index: int(memory) / 1024 if memory.isdigit() else None for index, memory in rows}

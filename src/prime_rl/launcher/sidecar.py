@@ -16,7 +16,8 @@ from prime_rl.config.loader import child_env
 from prime_rl.config.shared import ModelConfig
 from prime_rl.errors import UserError
 from prime_rl.evals.results import REPORT, report_table
-from prime_rl.launcher.plan import ProcessSpec, ServerSpec, gpus_of_a_server, visible_gpus
+from prime_rl.inference.checks import visible_gpus
+from prime_rl.launcher.plan import ProcessSpec, ServerSpec, gpus_of_a_server
 from prime_rl.launcher.rundir import forget_status
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor import Status

@@ -14,8 +14,9 @@ from prime_rl.config.base import find
 from prime_rl.config.starter import StarterConfig
 from prime_rl.envs import ids
 from prime_rl.errors import UserError, say, user_errors
+from prime_rl.inference.checks import visible_gpus
 from prime_rl.launcher import preflight
-from prime_rl.launcher.plan import HostResources, visible_gpus
+from prime_rl.launcher.plan import HostResources
 
 _STATES = 8  # times the size of 16-bit weights: float32 masters and gradients, and moments of AdamW
 _TINY, _SMALL = "assets/tiny-reverse", "Qwen/Qwen3-0.6B"  # the first: already partly trained on reverse-text

@@ -172,8 +172,8 @@ $ inference --data-parallel-size-local 2
     --data-parallel-size-local)
 $ inference --data-parallel-size 4 --headless --data-parallel-size-local 2 --data-parallel-address 10.0.0.1
 $   --data-parallel-start-rank 3
-  headless runs some of replicas 1 to 3: give data_parallel_size_local, and as data_parallel_start_rank the first of them
-    (headless: --headless)
+  headless runs some of replicas 1 to 3: give data_parallel_size_local, and as data_parallel_start_rank the first of
+    them (headless: --headless)
 $ inference --data-parallel-size 4 --data-parallel-start-rank 2
   data_parallel_start_rank is for headless nodes: the node that serves has the first replicas
     (data_parallel_start_rank: --data-parallel-start-rank)

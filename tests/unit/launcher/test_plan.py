@@ -9,8 +9,10 @@ import pytest
 from prime_rl.config import InferenceConfig, RLConfig, to_toml
 from prime_rl.config.rl import DeploymentConfig
 from prime_rl.errors import UserError
+from prime_rl.inference import checks
+from prime_rl.inference.checks import visible_gpus
 from prime_rl.launcher import plan
-from prime_rl.launcher.plan import HostResources, Plan, make_plan, visible_gpus
+from prime_rl.launcher.plan import HostResources, Plan, make_plan
 from support.configs import from_table
 
 Settings = dict[str, Any]
@@ -216,10 +218,11 @@ def test_visible_devices_are_read_as_cuda_reads_them(monkeypatch, tmp_path):
     """The list ends at its first invalid entry. Without it the driver is asked; one that hangs is named in time."""
     lists = {"2,3": ["2", "3"], "": [], "-1": [], "0,-1,1": ["0"], " GPU-8a , 1": ["GPU-8a", "1"]}
     assert {value: visible_gpus({"CUDA_VISIBLE_DEVICES": value}) for value in lists} == lists
-    monkeypatch.setattr(plan, "_ask_driver", plan._ask_driver.__wrapped__)
-    monkeypatch.setattr(plan, "gpu_count", lambda: 2)
+    uncached = checks.gpu_memory.__wrapped__
+    monkeypatch.setattr(checks, "gpu_memory", uncached)
+    monkeypatch.setattr(plan, "gpu_memory", uncached)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert visible_gpus({}) == ["0", "1"], "no nvidia-smi"
+    assert visible_gpus({}) == [], "no nvidia-smi"
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'a warning'; echo '0, 81559'; echo '1, 40960'; echo '2, [N/A]'")
     tool.chmod(0o755)
@@ -227,7 +230,7 @@ def test_visible_devices_are_read_as_cuda_reads_them(monkeypatch, tmp_path):
     assert visible_gpus({}) == ["0", "1", "2"]
     assert HostResources.of_this_host(InferenceConfig()).gpu_gib == 40.0
     tool.write_text("#!/bin/sh\nexec /bin/sleep 60")
-    monkeypatch.setattr(plan, "_DRIVER_SECONDS", 0.2)
+    monkeypatch.setattr(checks, "_DRIVER_SECONDS", 0.2)
     with pytest.raises(UserError, match="nvidia-smi does not answer"):
         visible_gpus({})
 
