@@ -39,7 +39,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=32, help="of a reply, at most")
-    parser.add_argument("--mps", action="store_true", help="have the processes on the GPU compute at the same time")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds of each run")
     parser.add_argument("--part", choices=("alone", "together"), help="measure one alone; the other is in --json")
     parser.add_argument("--scratch", type=Path, help="where the runs stay (default: nowhere)")
@@ -71,7 +70,6 @@ def main() -> None:
 def of_deployment(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
     """Options of `rl`, and of `rl tenants`."""
     options = {"device": arguments.device, "model.name": model, "trainer.lora.rank": 16}
-    options |= {"mps": "true"} if arguments.mps else {}
     options |= {"trainer.seq-len": 16384 if arguments.device == "cuda" else 1024, "inference.max-model-len": 768}
     return options if arguments.device == "cuda" else options | {"inference.fork-engine": "true"}
 

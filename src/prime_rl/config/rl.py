@@ -29,7 +29,6 @@ class RLConfig(RecoverableRun, MonitorConfig):
         None, "Servers to start, from server.port on (None: as many as fit inference_gpus, two a GPU for small models)."
     )
     share_gpus: bool = option(False, "Train and serve on the same GPUs: gpu_memory_utilization splits them.")
-    mps: bool = option(False, "Processes on a shared GPU compute at the same time, by NVIDIA's MPS, not in turns.")
     trainer_ranks: PositiveInt | None = option(None, "Processes that train (None: one per GPU, on CPU one).")
     nodes: PositiveInt = option(1, "Nodes of the run; the same command runs on each, with its node_rank.")
     node_rank: NonNegativeInt | None = option(None, "Which of several nodes this is, from 0 on.", mark="one_time")
@@ -83,7 +82,6 @@ class RLConfig(RecoverableRun, MonitorConfig):
         both = "<recover> goes on from the newest state, <ckpt.resume_step> from a checkpoint: give one of them"
         yield conflict(self.recover and resumes and not self.clean, both)
         yield from self._check_nodes()
-        yield conflict(self.mps and not self.share_gpus, "<mps> is for GPUs that train and serve: give <share_gpus>")
         if "orchestrator" not in self.model_fields_set:
             return
         alone = "`rl` starts a trainer of its own: leave <orchestrator.tenant> out"

@@ -16,7 +16,6 @@ from prime_rl.errors import UserError, say
 from prime_rl.inference.server import guarded_host
 from prime_rl.launcher import preflight, rundir, slurm
 from prime_rl.launcher.console import Console
-from prime_rl.launcher.mps import mps_daemon
 from prime_rl.launcher.nodes import Nodes, node_plan
 from prime_rl.launcher.plan import HostResources, Plan, describe, headlines, lay_out, make_plan
 from prime_rl.launcher.ports import with_ports
@@ -178,10 +177,9 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner | None, nodes: 
     # A benchmark that had to be restarted measures nothing.
     restarts = 0 if bench else config.max_restarts
     policy = RestartPolicy(restarts, heartbeat_timeout=config.heartbeat_timeout, stall_timeout=config.stall_timeout)
-    with console.region, ExitStack() as exit_stack:
-        environ = os.environ | (exit_stack.enter_context(mps_daemon(output_dir)) if config.mps else {})
+    with console.region:
         supervisor = Supervisor(
-            plan.processes, output_dir, console.say, tick, policy, lambda: drained(config), environ,
+            plan.processes, output_dir, console.say, tick, policy, lambda: drained(config), os.environ,
             over=lambda: nodes is None or nodes.is_trainer, writes_status=nodes is None or not nodes.is_follower,
         )  # fmt: skip
         outcome = supervisor.run()

@@ -339,8 +339,7 @@ def _gains_by_two(config: RLConfig, inference: InferenceConfig, gpus: int, machi
     busy = machine.cores >= _CORES_A_GPU * gpus and in_flight >= _EPISODES_A_GPU * gpus
     # Kernels of adapters are small. Where processes take turns on a GPU two servers would starve the trainer.
     lora = config.trainer.lora is not None and config.trainer.lora.serve == "adapter"
-    turns = lora and config.share_gpus and not config.mps
-    return small and busy and room and not (bounded or turns)
+    return small and busy and room and not (bounded or (lora and config.share_gpus))
 
 
 def _memory(

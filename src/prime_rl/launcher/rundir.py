@@ -35,19 +35,11 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("rollouts", "weights", "checkpoints", "recovery", "incarnations", "leases"), _COMMITTED),
     **dict.fromkeys(("settings", "status", "nodes"), ("*.json", ".*.json.tmp-*")),
     **dict.fromkeys(("metrics", "configs"), (*_NAMED, *_OF_NODES)),
-    "logs": (
-        *_NAMED,
-        *_OF_NODES,
-        "mps.log",
-        "mps",
-        "restarts.jsonl",
-        "envs",
-        "wandb",
-    ),  # `restarts.jsonl` of older releases
+    "logs": (*_NAMED, *_OF_NODES, "envs", "wandb"),
     "evals": ("*",),
     "mlruns": ("*",),
     "tensorboard": ("trainer", "sft", "orchestrator", "eval"),
-    ".": (f"{LEDGER}*", "launcher.json"),  # the latter of older releases
+    ".": (f"{LEDGER}*",),
 }
 
 Config = TypeVar("Config", bound=BaseConfig)

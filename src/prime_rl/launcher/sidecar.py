@@ -9,7 +9,7 @@ from typing import Self
 
 from loguru import logger
 
-from prime_rl.config import EvalConfig, InferenceConfig, SFTConfig, write_toml
+from prime_rl.config import EvalConfig, InferenceConfig, SFTConfig
 from prime_rl.config.eval import Measure
 from prime_rl.config.inference import SERVER
 from prime_rl.config.loader import child_env
@@ -17,6 +17,7 @@ from prime_rl.config.shared import ModelConfig
 from prime_rl.errors import UserError
 from prime_rl.evals.results import REPORT, report_table
 from prime_rl.inference.checks import visible_gpus
+from prime_rl.launcher.one_server import process_of
 from prime_rl.launcher.plan import ProcessSpec, ServerSpec, gpus_of_a_server
 from prime_rl.launcher.rundir import forget_status
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
@@ -65,33 +66,30 @@ class EvalSidecar:
     def __init__(self, config: SFTConfig, environ: Mapping[str, str] = os.environ) -> None:
         """Raises UserError: there is no GPU for the server."""
         assert config.eval is not None
-        output_dir, client, self.processes = config.output_dir, config.eval.client, list[ProcessSpec]()
-        served = server_config(config)
-        configs = {EVAL: eval_config(config), SERVER: served}
-        self._output_dir = output_dir
-        self._configs = {output_dir / "configs" / f"{name}.toml": made for name, made in configs.items() if made}
-        gpus, api_key = _gpus_of_server(served, environ), served and served.api_key
-        for path in self._configs:
-            name, serves = path.stem, path.stem == SERVER
-            variables = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-            placed = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-            variables |= placed if serves and gpus else {}
-            variables |= {"VLLM_API_KEY" if serves else client.api_key_var: api_key} if api_key else {}
-            argv = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", str(path))
-            server = ServerSpec(client.servers, client.ready_timeout) if serves else None
-            log = output_dir / "logs" / f"{name}.log"
-            self.processes.append(ProcessSpec(name, argv, log, variables, server=server))
+        self._output_dir, self._client, served = config.output_dir, config.eval.client, server_config(config)
+        self._configs: dict[str, EvalConfig | InferenceConfig] = {EVAL: eval_config(config)}
+        self.variables = {EVAL: {"TOKENIZERS_PARALLELISM": "false"}}
+        if served is not None:
+            self._configs[SERVER], self.variables[SERVER] = served, {"TOKENIZERS_PARALLELISM": "false"}
+            if gpus := _gpus_of_server(served, environ):
+                placed = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+                self.variables[SERVER] |= placed
+            if served.api_key:
+                self.variables[SERVER]["VLLM_API_KEY"] = served.api_key
+                self.variables[EVAL][self._client.api_key_var] = served.api_key
         inherited = child_env(environ, SFTConfig).items()
         self.environ = {name: value for name, value in inherited if not name.startswith(_TORCHRUN_PREFIXES)}
-        policy = RestartPolicy(_MAX_RESTARTS)
-        self._supervisor = Supervisor(self.processes, output_dir, logger.info, policy=policy, environ=self.environ)
 
     def __enter__(self) -> Self:
         Status(self._output_dir, "sft")  # replaces an earlier run's outcome
-        for path, config in self._configs.items():
-            write_toml(config, path)
-            forget_status(self._output_dir, path.stem)  # an earlier run's
-            logger.info("starting {} (log: {})", path.stem, self._output_dir / "logs" / f"{path.stem}.log")
+        processes = list[ProcessSpec]()
+        for name, config in self._configs.items():
+            server = ServerSpec(self._client.servers, self._client.ready_timeout) if name == SERVER else None
+            processes.append(process_of(name, config, self.variables[name], server))
+            forget_status(self._output_dir, name)  # an earlier run's
+            logger.info("starting {} (log: {})", name, processes[-1].log)
+        policy = RestartPolicy(_MAX_RESTARTS)
+        self._supervisor = Supervisor(processes, self._output_dir, logger.info, policy=policy, environ=self.environ)
         executor = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
         self._outcome = executor.submit(self._supervisor.run)
         return self
@@ -112,7 +110,8 @@ class EvalSidecar:
         logger.info("training has ended: waiting for the evaluation of its last version (log: {})", log)
         if self._outcome.result() is not RunOutcome.SUCCESS:  # bounded: every process is watched for stalls
             # It follows a run that has ended: it evaluates what is chosen, and the last version, and waits for nothing.
-            commands = [f"uv run {path.stem} @ {path}" for path in reversed(self._configs)]
+            paths = {name: self._output_dir / "configs" / f"{name}.toml" for name in reversed(self._configs)}
+            commands = [f"uv run {name} @ {path}" for name, path in paths.items()]
             failures = "\n".join(self._supervisor.failures)
             raise UserError(
                 f"the training is complete, but {failures}\nwhat is missing: {', and then '.join(commands)} "
@@ -122,8 +121,8 @@ class EvalSidecar:
         logger.info("evaluated, see {}\n{}", report, report_table(report))
 
 
-def _gpus_of_server(server: InferenceConfig | None, environ: Mapping[str, str]) -> list[str]:
-    if server is None or server.device == "cpu" or not (names := visible_gpus(environ)):
+def _gpus_of_server(server: InferenceConfig, environ: Mapping[str, str]) -> list[str]:
+    if server.device == "cpu" or not (names := visible_gpus(environ)):
         return []
     wanted, ranks = gpus_of_a_server(server), int(environ.get("LOCAL_WORLD_SIZE", 1))
     if ranks + wanted > len(names):

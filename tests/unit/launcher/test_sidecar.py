@@ -34,7 +34,7 @@ def test_what_a_server_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: GPUs behind the trainer's; neither torchrun's variables (an engine would wait) nor `sft`'s."""
     monkeypatch.setattr(sidecar, "visible_gpus", lambda environ: ["0", "1", "2"])
     made = config(inference={"tensor_parallel_size": 2})
-    variables = {process.name: process.env for process in EvalSidecar(made, {"LOCAL_WORLD_SIZE": "1"}).processes}
+    variables = EvalSidecar(made, {"LOCAL_WORLD_SIZE": "1"}).variables
     assert variables["inference"]["CUDA_VISIBLE_DEVICES"] == "1,2"
     assert "CUDA_VISIBLE_DEVICES" not in variables["eval"]
     with pytest.raises(UserError, match=r"needs 2 GPU\(s\) beside the 2 that train, and 3 are visible"):
