@@ -6,7 +6,6 @@ It works in scripts and in notebooks. What the user can mend raises a UserError.
 import json
 import os
 import socket
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
-import pyarrow as pa
 
 from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig
 from prime_rl.config.inference import SERVER
@@ -25,84 +23,15 @@ from prime_rl.evals.results import REPORT
 from prime_rl.fleet.client import error_message
 from prime_rl.launcher import launch
 from prime_rl.launcher.one_server import process_of, running_server
-from prime_rl.launcher.ports import claimed_ports
-from prime_rl.launcher.rundir import as_benchmark, is_run
+from prime_rl.launcher.rundir import as_benchmark
 from prime_rl.launcher.supervise import RunOutcome, Supervisor
-from prime_rl.monitor import read_metrics
-from prime_rl.monitor.monitor import metrics_path
-from prime_rl.transport.commit import CommitError, list_steps, step_dir
-from prime_rl.transport.rollouts import FILE, open_batch
-from prime_rl.transport.settings import running_processes
+from prime_rl.monitor.run_directory import RunDirectory, open_run
+from prime_rl.transport.commit import CommitError, step_dir
 from prime_rl.transport.weights import ADAPTER_CONFIG, read_adapter_config, weights_manifest
 
 _READY_SECONDS = 1200.0
 _REPLY_SECONDS = 600.0  # between two pieces of a reply
 _PROBE_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class RunDirectory:
-    """A run of `rl`, of `sft` or of a tenant. Each property reads the files anew: the run may be going on."""
-
-    directory: Path
-
-    @property
-    def config(self) -> dict[str, dict[str, Any]]:
-        """The resolved settings of each process, as its TOML file has them."""
-        return {path.stem: tomllib.loads(path.read_text()) for path in sorted(self.directory.glob("configs/*.toml"))}
-
-    @property
-    def running(self) -> list[str]:
-        """The processes that are running."""
-        return sorted(running_processes(self.directory))
-
-    def metrics(self, process: str = "trainer") -> pa.Table:
-        """Return the metrics of a process, one row a step. Raises UserError: it has logged none."""
-        if not (path := metrics_path(self.directory, process)).is_file():
-            names = ", ".join(sorted(path.stem for path in path.parent.glob("*.jsonl"))) or "none yet"
-            raise UserError(f"{self.directory} has no metrics of {process} (there: {names})")
-        return _table(read_metrics(path))
-
-    @property
-    def evals(self) -> pa.Table:
-        """The metrics of evaluations, a row for each version that was evaluated, whose number is `step`."""
-        paths = [metrics_path(self.directory, process) for process in ("orchestrator", "eval")]
-        rows = [row for path in paths for row in read_metrics(path) if any(key.startswith("eval/") for key in row)]
-        return _table([{key: row[key] for key in row if key == "step" or key.startswith("eval/")} for row in rows])
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps whose samples are there."""
-        return list_steps(self.directory / "rollouts")
-
-    def samples(self, step: int | None = None) -> pa.Table:
-        """Return the samples of a step (None: the newest), one a row, with the columns of docs/reference/files.md.
-        Raises UserError: there are none, or no more."""
-        steps = self.steps
-        step = steps[-1] if step is None and steps else step
-        if step is None:
-            raise UserError(f"{self.directory} has no samples yet")
-        if step not in steps:
-            names = ", ".join(map(str, steps[-20:])) or "none yet"
-            raise UserError(f"{self.directory} has no samples of step {step} (there: {names})")
-        with user_errors(f"samples of step {step}", CommitError, OSError):
-            path = open_batch(step_dir(self.directory / "rollouts", step)).directory / FILE
-            with pa.OSFile(str(path)) as file:
-                return pa.ipc.open_file(file).read_all()
-
-    @property
-    def weights(self) -> Path:
-        """The newest version with files: a directory of a model, or of an adapter; before there is one, the base
-        model's. Raises UserError: there is none."""
-        for version in reversed(list_steps(self.directory / "weights")):
-            with suppress(CommitError):  # removed meanwhile
-                manifest = weights_manifest(step_dir(self.directory / "weights", version))
-                if manifest.publisher is None:  # else in the trainer's memory alone
-                    return manifest.files
-        tenants = ", ".join(str(path) for path in sorted(self.directory.glob("tenants/*")))
-        raise UserError(
-            f"{self.directory} has no weights{f'; those of its tenants are in {tenants}' if tenants else ''}"
-        )
 
 
 @dataclass(frozen=True)
@@ -145,20 +74,13 @@ def run(config: RLConfig) -> RunDirectory:
         KeyboardInterrupt: it was interrupted.
     """
     config = as_benchmark(config) if config.bench else config
-    with claimed_ports, user_errors(f"{config.output_dir}", CommitError):
+    with user_errors(f"{config.output_dir}", CommitError):
         status = launch.run(config)
     if status == RunOutcome.INTERRUPTED.value:
         raise KeyboardInterrupt
     if status:
         raise UserError(f"the run in {config.output_dir} has failed: what it printed says why")
     return RunDirectory(config.output_dir)
-
-
-def open_run(directory: str | Path) -> RunDirectory:
-    """Return the run in a directory. Raises UserError: there is none."""
-    if not is_run(Path(directory)):
-        raise UserError(f"{directory} holds no run: give the output directory of one")
-    return RunDirectory(Path(directory))
 
 
 @contextmanager
@@ -258,9 +180,3 @@ def _server_of(run: RunDirectory) -> Server | None:
         if weights_manifest(step_dir(run.directory / "weights", served["version"])).hash == served["hash"]:
             return Server(f"{root}/v1", config.model.name, key)
     return None
-
-
-def _table(rows: Sequence[Mapping[str, float]]) -> pa.Table:
-    """Return a column for every key that a row has, null where others have it not; `step` is the first."""
-    keys = dict.fromkeys(["step", *(key for row in rows for key in row)])
-    return pa.table({key: [row.get(key) for row in rows] for key in keys})

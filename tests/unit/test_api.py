@@ -97,7 +97,7 @@ def test_no_second_server_beside_that_of_a_run(
     config = from_files(OrchestratorConfig, **ENVIRONMENT, output_dir=tmp_path)
     write_toml(config, tmp_path / "configs" / "orchestrator.toml")
     monkeypatch.setattr(httpx, "get", get)
-    monkeypatch.setattr(api, "running_processes", lambda directory: {running})
+    monkeypatch.setattr("prime_rl.monitor.run_directory.running_processes", lambda directory: {running})
     with pytest.raises(UserError, match=problem), serve(open_run(tmp_path)):
         pass
 
@@ -126,7 +126,7 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path, place: str) -> None:
     opened = open_run(directory)
     assert (opened.steps, opened.running, opened.evals.num_rows) == ([], [], 0)
     for look, problem in (
-        (opened.samples, r"outputs.* has no samples yet"),
+        (opened.samples, "outputs.*: no samples are kept here: none are committed yet"),
         (opened.metrics, r"no metrics of trainer \(there: none yet\)"),
     ):
         with pytest.raises(UserError, match=problem):
@@ -144,7 +144,7 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path, place: str) -> None:
     assert opened.steps == [1, 2]
     assert opened.samples()["reward"].to_pylist() == [0.0, 2.0]
     assert opened.samples(step=1)["sample_id"].to_pylist() == ["1.0", "1.1"]
-    with pytest.raises(UserError, match=r"no samples of step 0 \(there: 1, 2\)"):
+    with pytest.raises(UserError, match="step 0 was removed: samples are kept of 2 steps, 1 to 2"):
         opened.samples(step=0)
     file = directory / "rollouts" / "step_1" / "samples.arrow"
     file.write_bytes(file.read_bytes()[:-8])

@@ -10,9 +10,9 @@ from statistics import fmean
 from prime_rl.config.inference import SERVER
 from prime_rl.evals.results import REPORT
 from prime_rl.launcher.rundir import LAUNCHER
-from prime_rl.monitor import read_status
-from prime_rl.monitor.limits import Limit, LimitWatch, Row, limit_of
-from prime_rl.monitor.monitor import Tail, metrics_path, read_metrics
+from prime_rl.monitor.limits import KEPT, Limit, Row, limit_of
+from prime_rl.monitor.monitor import Tail
+from prime_rl.monitor.run_directory import SIDES, RunDirectory, is_of_step
 from prime_rl.monitor.status import HEARTBEAT_SECONDS, ProcessStatus, phase_name
 from prime_rl.monitor.terminal import LiveRegion, Spans, minutes, progress, remaining, sparkline
 from prime_rl.transport.commit import list_steps, step_dir
@@ -48,8 +48,10 @@ class Console:
         self._began = time.time()
         self._phases: dict[str, str] = {}
         self._waits_shown: set[tuple[str, str, float]] = set()
-        self._watch = LimitWatch(output_dir, since=self._began)
-        self._watch.read()  # a resumed trainer takes batches that were made, and reported, in an earlier incarnation
+        self._run = RunDirectory(output_dir, KEPT)
+        self._run.read(
+            *SIDES
+        )  # a resumed trainer takes batches that were made, and reported, in an earlier incarnation
         self._updates: dict[int, Row] = {}  # the trainer's rows that have no line yet
         self._step_ends: list[float] = []  # unix times, since
         self._all_ready_at = 0.0  # the last process was ready: before, steps waited for its start
@@ -62,7 +64,7 @@ class Console:
         self.region.say(f"{time.strftime('%H:%M:%S')} {text}", style)
 
     def look(self) -> None:
-        statuses = read_status(self._output_dir)
+        statuses = self._run.statuses
         for name, status in statuses.items():
             if "." not in name and name != LAUNCHER:  # no rank but the first
                 self._show(status)
@@ -78,8 +80,8 @@ class Console:
             done = trainer.step + (trainer.step in self.steps)
             left = remaining(self._step_ends, self._max_steps - done, now) if self._max_steps else None
             yield progress(done, self._max_steps, "steps", left)
-        batches = sorted(self._watch.rows["orchestrator"].items())
-        if rewards := [row["reward/mean"] for _, row in batches if "reward/mean" in row]:
+        batches = self._run.rows("orchestrator", read=False).values()
+        if rewards := [row["reward/mean"] for row in batches if "reward/mean" in row]:
             yield [_label("reward"), (f"{rewards[-1]:.4f} ", "bold"), (sparkline(rewards[-_SPARK_STEPS:]), "cyan")]
         # Servers that do the same share a row.
         states = Counter((name.partition("-")[0], *state_of(statuses.get(name), now)) for name in self._logs)
@@ -95,11 +97,12 @@ class Console:
             yield [_label("warning"), *self._warning]
 
     def _show(self, status: ProcessStatus) -> None:
-        """Print a new phase until the first step (from then on there is a line a step), and a long wait once."""
+        """Print a new phase until the first step (from then on there is a line a step) where no row says it, and a long
+        wait once."""
         name, wait, now = phase_name(status.phase), status.waiting, time.time()
         if self._phases.get(status.process) != name:
             self._phases[status.process] = name
-            if not self.steps and name not in ("starting", "done"):
+            if not self.steps and self.region.live is None and name not in ("starting", "done"):
                 self.say(f"{status.process}: {name}")
         if wait is None or now - wait.since < _PATIENCE_SECONDS:
             return
@@ -113,7 +116,7 @@ class Console:
         A trainer that recovers trains on the same batches again, and has their lines again.
         """
         lines = []
-        for process, row in self._watch.read():
+        for process, row in self._run.read(*SIDES):
             lines += [
                 f"Eval {name} at step {int(row['step'])} | reward {row[key]:.4f}"
                 for key in row
@@ -123,9 +126,9 @@ class Console:
             # The trainer adds what it knows late, such as the time to save: that makes no line of its own.
             if process == "trainer" and ("loss/mean" in row or step in self._updates):
                 self._updates[step] = {**self._updates.get(step, {}), **row}
-        batches = self._watch.rows["orchestrator"]
+        batches = self._run.rows("orchestrator", read=False)
         for step in sorted(self._updates.keys() & batches.keys()):
-            if any(not key.startswith("eval/") for key in batches[step].keys() - {"step", "time"}):
+            if is_of_step(batches[step]):
                 lines.append(self._step_line(step, batches[step], self._updates.pop(step)))
         return lines
 
@@ -137,7 +140,7 @@ class Console:
         row = {**trainer, **{key: orchestrator[key] for key in ("reward/mean",) if key in orchestrator}}
         parts = [f"Step {step} [{step + 1}/{self._max_steps}]" if self._max_steps else f"Step {step} [{step + 1}]"]
         parts += [form.format(row[key]) for key, form in _STEP_METRICS.items() if key in row]
-        if (shares := self._watch.shares()) is not None:
+        if (shares := self._run.shares(self._began)) is not None:
             self._limit = limit_of(shares)
             parts.append(f"limited by {self._limit.name}")
         # The first step waited for the start-up: its duration says nothing about the pace.
@@ -151,7 +154,7 @@ class Console:
 
         Rewards are of the whole run; times of the steps that the last step line judged, too.
         """
-        rows = read_metrics(metrics_path(self._output_dir, "orchestrator"))
+        rows = RunDirectory(self._output_dir).rows("orchestrator").values()
         rewards, lines = [row["reward/mean"] for row in rows if "reward/mean" in row], []
 
         def compare(name: str, before: float, after: float) -> None:
@@ -170,10 +173,8 @@ class Console:
         starts = [row["time"] - row["time/step"] for row in rows if row["time"] >= self._began and "time/step" in row]
         if starts:
             lines.append(f"time, start: {max(starts[0] - self._began, 0.0):.0f} s")
-        if (shares := self._watch.shares()) is not None:
-            trainer = f"trainer: computes {shares.trained:.0%}, waits for batches {shares.waited:.0%}"
-            engines = f"engines: sample {shares.sampled:.0%}, load weights {shares.paused:.0%}, idle {shares.idle:.0%}"
-            lines += [f"{trainer}; {engines}", str(limit_of(shares))]
+        if (shares := self._run.shares(self._began)) is not None:
+            lines += [str(shares), str(limit_of(shares))]
         # The base model has no files, nor have versions that went from memory.
         weights = self._output_dir / "weights"
         filed = [version for version in list_steps(weights) if any(step_dir(weights, version).glob("*.safetensors"))]

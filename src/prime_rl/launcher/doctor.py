@@ -1,24 +1,21 @@
 """`rl doctor RUN`: what a run is doing, who waits for whom, what keeps it from going on. Reads files and /proc only."""
 
-import os
 import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
 from prime_rl.config.inference import SERVER
-from prime_rl.errors import UserError, say
+from prime_rl.errors import say
 from prime_rl.launcher import rundir
 from prime_rl.launcher.supervise import RestartPolicy, log_tail, stall_reason
-from prime_rl.monitor import read_status
-from prime_rl.monitor.limits import LimitWatch
-from prime_rl.monitor.monitor import metrics_path, read_metrics
+from prime_rl.monitor.limits import limit_of
+from prime_rl.monitor.run_directory import SIDES, RunDirectory, open_run
 from prime_rl.monitor.status import GONE_SECONDS, ProcessStatus
 from prime_rl.monitor.terminal import minutes
-from prime_rl.processes import read, table, this_host
+from prime_rl.processes import read, this_host
 from prime_rl.transport import checkpoints
 from prime_rl.transport.tenants import has_joined, joins
 
@@ -43,23 +40,20 @@ class RunState(StrEnum):
 
 
 _FINE = (RunState.FINISHED, RunState.RUNS, RunState.NEVER)
-_ALIVE, _DEAD, _STOPPED, _ELSEWHERE = "alive", "dead", "STOPPED", "on another host"
+_DEAD, _STOPPED = "dead", "STOPPED"
 
 
 def examine(run: Path) -> int:
     """Print the examination of a run; return 0 when nothing is wrong with it, else 1.
     Raises UserError: there is none."""
-    state, _, text = report(run)
+    state, _, text = report(RunDirectory(run) if run.is_dir() else open_run(run))
     say(text)
     return 0 if state in _FINE else 1
 
 
-def report(run: Path) -> tuple[RunState, str, str]:
-    """Return the state of a run, a sentence on it, and its examination, a line for each fact.
-    Raises UserError: there is none."""
-    if not run.is_dir():
-        raise UserError(f"{run} is no directory: give the run's output directory")
-    statuses = read_status(run)
+def report(run_directory: RunDirectory) -> tuple[RunState, str, str]:
+    """Return the state of a run, a sentence on it, and its examination, a line for each fact."""
+    run, statuses = run_directory.directory, run_directory.statuses
     claim = statuses.pop(rundir.LAUNCHER, None)  # it is removed when the launcher ends
     launcher = "not running" if claim is None else _process_state(claim)
     known = {path.stem for path in (run / "configs").glob("*.toml")} | statuses.keys()
@@ -67,13 +61,13 @@ def report(run: Path) -> tuple[RunState, str, str]:
     is_tenant = run.resolve().parent.name == "tenants"
     rows = [("run", str(run)), ("deployment", str(run.resolve().parents[1])) if is_tenant else ("launcher", launcher)]
     for name in names:
-        texts = _describe(statuses[name]) if name in statuses else [_unreported(name, claim)]
+        texts = _describe(statuses[name]) if name in statuses else ["no report"]
         rows += [(name.replace(".", " "), texts[0]), *(("", text) for text in texts[1:])]
     state, sentence = _diagnose(run, launcher, {name: statuses[name] for name in names if name in statuses})
-    rows += [] if (run / "tenants").is_dir() else _progress(run)
+    rows += [] if (run / "tenants").is_dir() else _progress(run_directory)
     for path in sorted((run / "tenants").glob("*/tenant.json")):
         trained = (path.parent / "weights").is_dir()  # else it was refused
-        rows += _tenant(path.parent) if trained or has_joined(path.parent) else ()
+        rows += _tenant(RunDirectory(path.parent)) if trained or has_joined(path.parent) else ()
     # vLLM is noisy when it is asked to stop.
     well = {name for name, status in statuses.items() if status.outcome in ("finished", "stopped")}
     for name in names if state not in _FINE else ():
@@ -92,32 +86,18 @@ def _describe(status: ProcessStatus) -> list[str]:
     return [f"{_process_state(status):<11}{line}", *(f"{'':<11}{text}" for text in waits)]
 
 
-def _tenant(directory: Path) -> Iterator[tuple[str, str]]:
+def _tenant(run: RunDirectory) -> Iterator[tuple[str, str]]:
     """Yield what a tenant is doing, which share it has of trainer and engines, and what it waits for."""
-    name, statuses, numbers = directory.name, read_status(directory), dict[str, float]()
-    joined = name in joins(directory.parents[1])
+    directory, numbers = run.directory, dict[str, float]()
+    name, joined = directory.name, directory.name in joins(directory.parents[1])
     for job in _JOBS[:2] if joined else ():
-        numbers |= (read_metrics(metrics_path(directory, job)) or [{}])[-1]
+        numbers |= next(reversed(run.rows(job).values()), {})
     texts = [form.format(numbers[key]) for key, form in _TENANT_METRICS.items() if key in numbers]
     yield f"tenant {name}", ", ".join([f"version {rundir.newest_step(directory / 'weights')}", *texts])
-    for job in _JOBS[:2]:
-        lines = _describe(statuses[job]) if job in statuses else ["no report"]
-        yield from (("", f"{job if number == 0 else '':<14}{line}") for number, line in enumerate(lines))
-    orchestrator = statuses.get("orchestrator")
-    gone = orchestrator is None or orchestrator.outcome is not None or _process_state(orchestrator) == _DEAD
-    if gone and joined:
+    yield "", ": ".join(report(run)[:2])
+    orchestrator = run.statuses.get("orchestrator")
+    if joined and (orchestrator is None or orchestrator.outcome or _process_state(orchestrator) == _DEAD):
         yield "", f"holds a slot without an orchestrator: start that again, or remove {directory / 'join.json'}"
-
-
-def _unreported(name: str, claim: ProcessStatus | None) -> str:
-    """Describe a process without a status: `rl` removes that before it starts one again, with its file as argument."""
-    launcher = claim.pid if claim is not None and _process_state(claim) == _ALIVE else None
-    for child in table().values():
-        with suppress(OSError):  # it has ended since
-            if child.parent == launcher and f"/{name}.toml" in Path(f"/proc/{child.id.pid}/cmdline").read_text():
-                age = time.clock_gettime(time.CLOCK_BOOTTIME) - child.id.started / os.sysconf("SC_CLK_TCK")
-                return f"{_ALIVE:<11}started {age:.0f} s ago, has not reported yet"
-    return "no report"
 
 
 def _fault(name: str, status: ProcessStatus) -> str | None:
@@ -162,8 +142,9 @@ def _diagnose(run: Path, launcher: str, statuses: Mapping[str, ProcessStatus]) -
     return RunState.INTERRUPTED, "the run was stopped" + goes_on
 
 
-def _progress(run: Path) -> Iterator[tuple[str, str]]:
-    """Yield what is committed, how much room there is, and what limits the run."""
+def _progress(run_directory: RunDirectory) -> Iterator[tuple[str, str]]:
+    """Yield what is committed, how much room there is, where the time goes, and what limits the run."""
+    run = run_directory.directory
     newest = {
         "batch": rundir.newest_step(run / "rollouts"),
         "version": rundir.newest_step(run / "weights"),
@@ -172,17 +153,18 @@ def _progress(run: Path) -> Iterator[tuple[str, str]]:
     }
     yield "committed", ", ".join(f"{what} {step if step >= 0 else '-'}" for what, step in newest.items())
     yield "disk", f"{shutil.disk_usage(run).free / 2**30:,.1f} GiB free"
-    if (limit := LimitWatch(run).look()) is not None:
-        yield "speed", str(limit)
+    run_directory.read(*SIDES)
+    if (shares := run_directory.shares()) is not None:
+        yield from (("time", str(shares)), ("speed", str(limit_of(shares))))
 
 
 def _process_state(status: ProcessStatus) -> str:
     if status.host != this_host():
-        return _ELSEWHERE if time.time() - status.heartbeat < GONE_SECONDS else _DEAD
+        return "on another host" if time.time() - status.heartbeat < GONE_SECONDS else _DEAD
     info = read(status.pid)
     if info is None or info.id != status.id:
         return _DEAD
-    return _STOPPED if info.stopped else _ALIVE
+    return _STOPPED if info.stopped else "alive"
 
 
 def _ago(then: float) -> str:

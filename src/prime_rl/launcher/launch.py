@@ -18,7 +18,7 @@ from prime_rl.launcher import preflight, rundir, slurm
 from prime_rl.launcher.console import Console
 from prime_rl.launcher.nodes import Nodes, node_plan
 from prime_rl.launcher.plan import HostResources, Plan, describe, headlines, lay_out, make_plan
-from prime_rl.launcher.ports import with_ports
+from prime_rl.launcher.ports import claimed_ports, with_ports
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor import read_status
 from prime_rl.monitor.monitor import bench_table, metrics_path, read_metrics
@@ -53,6 +53,7 @@ def run(config: RLConfig) -> int:
     if config.nodes > 1:
         return _run_on_node(config, host).value
     plan = make_plan(config, host)
+    names = {process.name for process in plan.processes}
     settle = partial(with_ports, config, "orchestrator.client", lay_out(config, host).ports)
     if config.dry_run:
         plan = make_plan(settle(), host)
@@ -64,9 +65,13 @@ def run(config: RLConfig) -> int:
         inference_gpus = {gpu for process in plan.processes if process.server is not None for gpu in process.gpus}
         if shared is None and (estimate := preflight.step_estimate(config, len(inference_gpus), config.trainer_gpus)):
             say(estimate)
+        try:
+            rundir.refuse_running(config.output_dir, {rundir.LAUNCHER, *names})
+            _check_directory(config)
+        except UserError as error:
+            say(f"rl would refuse: {error}")
         return RunOutcome.SUCCESS.value
-    names = {process.name for process in plan.processes}
-    with rundir.Owner(config.output_dir) as owner:
+    with rundir.Owner(config.output_dir) as owner, claimed_ports:
         claimed = _claim(config, names, lambda: make_plan(settle(), host), _PORT_SECONDS)
         if claimed is None:
             return RunOutcome.SUCCESS.value

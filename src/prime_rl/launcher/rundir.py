@@ -58,6 +58,9 @@ class Owner:
             raise UserError(f"cannot make the output directory {output_dir}: {error.strerror}") from error
         with _locked(output_dir), user_errors(f"cannot write in {output_dir}", OSError):
             refuse_running(output_dir, {LAUNCHER})
+            if (current := read_record(ProcessStatus, self._path)) is not None and self._is_own(current):
+                other = other_directory(output_dir)
+                raise UserError(f"this process makes a run in {output_dir} already: wait for it, or give {other}")
             write_record(self._path, self._claim)
 
     def beat(self) -> None:
@@ -72,8 +75,10 @@ class Owner:
 
     def _other(self) -> ProcessStatus | None:
         current = read_record(ProcessStatus, self._path)
-        is_own = current is None or (current.id, current.host) == (self._claim.id, self._claim.host)
-        return None if is_own else current
+        return None if current is None or self._is_own(current) else current
+
+    def _is_own(self, claim: ProcessStatus) -> bool:
+        return (claim.id, claim.host) == (self._claim.id, self._claim.host)
 
     def __enter__(self) -> Self:
         return self
@@ -94,11 +99,6 @@ def refuse_running(output_dir: Path, names: Collection[str]) -> None:
         where = f" (pid {statuses[name].pid} on {statuses[name].host})" if name in statuses else ""
         other = other_directory(output_dir)
         raise UserError(f"`{name}`{where} is running in {output_dir}: stop it, or give --output-dir {other}")
-
-
-def is_run(path: Path) -> bool:
-    """Return whether a directory has something that runs write."""
-    return any((path / name).exists() for name in ("configs", "metrics", "status", "rollouts", "weights", LEDGER))
 
 
 def results(output_dir: Path) -> list[str]:

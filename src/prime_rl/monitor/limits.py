@@ -5,21 +5,15 @@ limits the run. Where neither is, and measured waits explain at least half of wh
 wait does; else the pipeline, in which the two take turns.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-from prime_rl.monitor.monitor import Tail, metrics_path
-from prime_rl.transport.commit import CommitError
-from prime_rl.transport.incarnations import read_incarnations
 
 Row = Mapping[str, float]
 
 FULL = 0.8  # of the time: a side that is busy for so long waits for nothing that matters
 NOTABLE = 0.1  # of the time: a wait shorter than this limits nothing
 STEPS = 100  # the last ones, which are judged
-_KEPT = 200  # rows: one side is ahead of the other, or goes back to a recovery checkpoint
+KEPT = 200  # steps whose metrics are kept: one side is ahead of the other, or goes back to a recovery checkpoint
 
 
 @dataclass(frozen=True)
@@ -43,6 +37,13 @@ class Shares:
     def sampled(self) -> float:
         """Episodes were in flight and the engines were not paused."""
         return max(1.0 - self.idle - self.paused, 0.0)
+
+    def __str__(self) -> str:
+        worker = f"; the busiest environment worker uses {self.cpu:.0%} of a core" if self.cpu else ""
+        return (
+            f"trainer: computes {self.trained:.0%}, waits for batches {self.waited:.0%}; "
+            f"engines: sample {self.sampled:.0%}, load weights {self.paused:.0%}, idle {self.idle:.0%}{worker}"
+        )
 
 
 @dataclass(frozen=True)
@@ -104,38 +105,13 @@ def shares_of(orchestrator: Sequence[Row], trainer: Sequence[Row]) -> Shares | N
     )
 
 
-class LimitWatch:
-    """Follow the metrics of a run: rows of both sides by step. What comes late (the time to save) adds to its step's
-    row. `since`: unix seconds; steps before count for nothing."""
-
-    def __init__(self, output_dir: Path, since: float = 0.0) -> None:
-        self._output_dir, self._since = output_dir, since
-        self.rows: dict[str, dict[int, dict[str, float]]] = {"orchestrator": {}, "trainer": {}}
-        self._tails = {process: Tail(metrics_path(output_dir, process)) for process in self.rows}
-
-    def read(self) -> Sequence[tuple[str, Row]]:
-        """Take in the rows that were added; return them, each with its process."""
-        added = [(process, row) for process, tail in self._tails.items() for row in tail.read()]
-        for process, row in added:
-            step = int(row["step"])
-            self.rows[process].setdefault(step, {}).update(row)
-            self.rows[process].pop(step - _KEPT, None)
-        return added
-
-    def shares(self) -> Shares | None:
-        """Return the shares of the last `STEPS` steps that both sides made; None before there are any. A step at which
-        a trainer began includes its start-up and is left out, as the very first is."""
-        starts: set[int] = set()
-        with suppress(CommitError):  # the trainer reports it
-            starts.update(read_incarnations(self._output_dir).values())
-        orchestrator, trainer = self.rows["orchestrator"], self.rows["trainer"]
-        both = sorted(orchestrator.keys() & trainer.keys())
-        made = [step for step in both if min(orchestrator[step]["time"], trainer[step]["time"]) >= self._since][1:]
-        steps = [step for step in made if step not in starts][-STEPS:]
-        return shares_of([orchestrator[step] for step in steps], [trainer[step] for step in steps])
-
-    def look(self) -> Limit | None:
-        """Return what limits the run now; None where too few steps were made to say."""
-        self.read()
-        shares = self.shares()
-        return None if shares is None else limit_of(shares)
+def recent_shares(
+    orchestrator: Mapping[int, Row], trainer: Mapping[int, Row], starts: Collection[int], since: float = 0.0
+) -> Shares | None:
+    """Return the shares of the last `STEPS` steps that both sides made `since` then (unix seconds), of their rows by
+    step; None before there are any. Steps in `starts`, at which a trainer began, include its start-up and are left out,
+    as the very first is."""
+    both = sorted(orchestrator.keys() & trainer.keys())
+    made = [step for step in both if min(orchestrator[step]["time"], trainer[step]["time"]) >= since][1:]
+    steps = [step for step in made if step not in starts][-STEPS:]
+    return shares_of([orchestrator[step] for step in steps], [trainer[step] for step in steps])

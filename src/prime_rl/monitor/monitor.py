@@ -83,41 +83,66 @@ def metrics_path(output_dir: Path, process: str) -> Path:
 
 class Tail:
     """Reads the lines that were added to a log or metrics file since the last call, with `skip` since now. The file may
-    not exist yet."""
+    not exist yet; one that was replaced or cut is read anew."""
 
     def __init__(self, path: Path, skip: bool = False) -> None:
-        self._path, self._offset = path, path.stat().st_size if skip and path.exists() else 0
+        self.path, self._inode, self._offset = path, 0, 0
+        if skip and path.exists():
+            self._inode, self._offset = path.stat().st_ino, path.stat().st_size
 
     def lines(self) -> list[bytes]:
         """The whole lines."""
-        if not self._path.exists():
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            self.start_over(0)
             return []
-        with self._path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < self._offset:  # the run was started over
-                self._offset = 0
+        with file:
+            stat = os.fstat(file.fileno())
+            if stat.st_ino != self._inode or stat.st_size < self._offset:
+                self.start_over(stat.st_ino)
             file.seek(self._offset)
             text, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(text) + len(newline)
         return text.splitlines()
 
+    def start_over(self, inode: int) -> None:
+        self._inode, self._offset = inode, 0
+
+
+class MetricsFile(Tail):
+    """The rows of a metrics file by step, as it grows: all, or those of about the last `kept` steps. Lines of one step
+    are merged key by key and the later one wins, so that a resumed run that repeats a step replaces it, and metrics
+    logged apart (evals) stay with their step."""
+
+    def __init__(self, path: Path, kept: int | None = None) -> None:
+        super().__init__(path)
+        self.rows, self._kept = dict[int, dict[str, float]](), kept
+
+    def start_over(self, inode: int) -> None:
+        super().start_over(inode)
+        self.rows = {}
+
     def read(self) -> list[dict[str, float]]:
-        """The rows of metrics, without those that a crash cut short."""
-        rows = []
+        """Take in the rows that were added, without those that a crash cut short; return them."""
+        added = []
         for line in self.lines():
             with suppress(ValueError):
                 row = _ROW.decode(line)
                 if "step" in row:
-                    rows.append(row)
-        return rows
+                    step = int(row["step"])
+                    self.rows.setdefault(step, {}).update(row)
+                    added.append(row)
+                    if self._kept is not None:
+                        self.rows.pop(step - self._kept, None)
+        return added
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """One row per step in order of steps. Lines of one step are merged key by key and the later one wins, so that a
-    resumed run that repeats a step replaces it, and metrics logged apart (evals) stay with their step."""
-    rows: dict[int, dict[str, float]] = {}
-    for row in Tail(path).read():
-        rows.setdefault(int(row["step"]), {}).update(row)
-    return [rows[step] for step in sorted(rows)]
+    """One row per step in order of steps; see `MetricsFile`."""
+    file = MetricsFile(path)
+    file.read()
+    return [row for _, row in sorted(file.rows.items())]
 
 
 # Key, label, factor and decimals of the lines of a benchmark's table; those that a process does not have are left out.

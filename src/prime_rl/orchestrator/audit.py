@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prime_rl.errors import UserError
+from prime_rl.monitor.run_directory import open_run
 from prime_rl.orchestrator.ledger import open_copy
 from prime_rl.transport.incarnations import read_incarnations, read_versions
 from prime_rl.transport.protocol import newest_version
@@ -61,7 +62,7 @@ def audit(run_dir: Path) -> AuditReport:
 
 def audit_text(run_dir: Path) -> str:
     """Audit a run; returns a table. Raises as `audit` does."""
-    if (run_dir / "tenants").is_dir() and not (run_dir / LEDGER).exists():
+    if (open_run(run_dir).directory / "tenants").is_dir() and not (run_dir / LEDGER).exists():
         raise UserError(f"each tenant has a ledger of its own: rl audit {run_dir / 'tenants'}/NAME")
     report = audit(run_dir)
     lines = [f"Episodes of {run_dir} (attempts; length: sampled tokens)"]

@@ -33,7 +33,8 @@ from prime_rl.fleet.replicas import Replica, ReplicaPool, cancel_tasks
 from prime_rl.fleet.router import ServerClient, connect_all
 from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status
-from prime_rl.monitor.limits import LimitWatch
+from prime_rl.monitor.limits import KEPT
+from prime_rl.monitor.run_directory import RunDirectory
 from prime_rl.monitor.status import TrainerWatch
 from prime_rl.orchestrator import membership
 from prime_rl.orchestrator.checkpoint import PART, JointCheckpoints, OrchestratorState, resume_point
@@ -89,7 +90,7 @@ class Orchestrator:
         self.weight_sync = WeightSync(config, self.fleet, status, self)
         self.evaluations = Evaluations(config, pool, monitor, status, self.weight_sync)
         self.checkpoints = JointCheckpoints(config.output_dir, config.ckpt)
-        self.limits = LimitWatch(config.output_dir)
+        self.run_directory = RunDirectory(config.output_dir, KEPT)
         self.ledger: Ledger
         self.pools: dict[str, Pools]  # by the environments that have difficulty pools
         self.tasks: asyncio.TaskGroup  # of the run; one that fails ends it. Failed episodes are results, not exceptions
@@ -395,7 +396,7 @@ class Orchestrator:
         for env, pools in self.pools.items():
             metrics |= {f"curriculum/{env}/pool/{name}": share for name, share in pools.shares().items()}
         metrics |= self.fleet.tenant_metrics()
-        if (limit := self.limits.look()) is not None:
+        if (limit := self.run_directory.limit()) is not None:
             metrics[limit.metric] = limit.share
         self.monitor.log(batch.step, metrics, lambda: step_extras(batch, scored))
         self._algorithm_state = scored.state

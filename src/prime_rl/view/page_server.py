@@ -114,7 +114,7 @@ def write_page(runs: dict[Path, str], path: Path) -> int:
                 answers[key] = {"error": str(error)}
             return answers[key]
 
-        for query in ("doctor", "events", "ledger", "evals", "config"):
+        for query in ("events", "ledger", "evals", "config"):
             add(query)
         keys = "|".join(answers["runs"][number]["keys"])
         answers[f"series&run={number}"] = answer(run, "series", {"keys": keys})

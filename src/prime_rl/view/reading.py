@@ -12,6 +12,7 @@ from huggingface_hub.errors import HFValidationError
 from tokenizers import Tokenizer
 
 from prime_rl.errors import UserError
+from prime_rl.monitor.run_directory import RunDirectory
 from prime_rl.transport.commit import list_steps, step_dir
 from prime_rl.transport.rollouts import FILE, SCHEMA, Sample, open_batch
 
@@ -114,7 +115,7 @@ class StepSamples:
         """Raises UserError: the step is not committed yet, or was removed. Raises CommitError: it is damaged."""
         directory = step_dir(run / "rollouts", step)
         if not directory.exists():
-            raise UserError(absence(run, step))
+            raise UserError(RunDirectory(run).absence(step))
         self._batch = open_batch(directory, check_bytes=False)
         options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in _SCALARS])
         with pa.OSFile(str(directory / FILE)) as file:
@@ -180,12 +181,3 @@ class StepSamples:
         advantages = np.asarray(sample.advantages)[np.asarray(sample.loss_mask)]
         facts = {name: self[name][row] for name in _SCALARS}
         return facts | {"row": row, "advantage": round(float(advantages.sum()) / max(len(advantages), 1), 6)}
-
-
-def absence(run: Path, step: int) -> str:
-    """Say why there are no samples of a step."""
-    steps = list_steps(run / "rollouts")
-    if not steps:
-        return "no samples are kept here: none are committed yet, or all were removed"
-    why = "is not committed yet" if step > steps[-1] else "was removed"
-    return f"step {step} {why}: samples are kept of {len(steps)} steps, {steps[0]} to {steps[-1]}"

@@ -1,38 +1,38 @@
 """Read one run directory: one method per query of the page."""
 
-import difflib
 import json
-import math
 import re
 import sqlite3
 import threading
-import time
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
 from prime_rl.errors import UserError, one_line
-from prime_rl.launcher import doctor, rundir
+from prime_rl.evals.results import REPORT
+from prime_rl.launcher import doctor
 from prime_rl.launcher.supervise import log_tail
-from prime_rl.monitor import read_status
-from prime_rl.monitor.monitor import metrics_path
+from prime_rl.monitor.limits import Row
+from prime_rl.monitor.run_directory import RunDirectory, open_run
 from prime_rl.orchestrator.audit import audit
 from prime_rl.orchestrator.ledger import open_copy
 from prime_rl.transport.commit import CommitError, list_steps, step_dir
+from prime_rl.transport.incarnations import read_incarnations
 from prime_rl.transport.settings import LEDGER
-from prime_rl.view.reading import PAGE, ROUNDING, Decoder, StepSamples, absence, find_decoder
-from prime_rl.view.series import MetricColumns
+from prime_rl.view.reading import PAGE, ROUNDING, Decoder, StepSamples, find_decoder
 
 PROCESSES = ("trainer", "orchestrator", "inference", "eval")
 QUERIES = (
-    "summary", "series", "steps", "samples", "sample", "doctor", "events", "ledger", "episodes", "evals", "config",
+    "summary", "series", "steps", "samples", "sample", "events", "ledger", "episodes", "evals", "config",
 )  # fmt: skip
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (WARNING|ERROR|CRITICAL) +(.*)")
 _MOST_EVENTS, _MOST_POINTS = 300, 5000
-_DOCTOR_SECONDS = 5.0
 _OUTCOME = "coalesce(CASE WHEN reason = 'filtered' AND detail <> '' THEN 'filtered: ' || detail END, reason, e.state)"
 _EPISODE = "e.id, env, task_id, e.state, reason, detail, e.step, first, last, tokens, reward"
 _EPISODES = "FROM episodes e JOIN groups g ON g.number = group_number WHERE"
@@ -46,53 +46,39 @@ class RunFiles:
     """One run directory. Methods raise UserError, or an exception that `answer` converts."""
 
     def __init__(self, path: Path, name: str) -> None:
-        self.path, self.name = path, name
-        self._columns = {process: MetricColumns(metrics_path(path, process)) for process in PROCESSES}
-        self._cache: dict[str, tuple[object, Any]] = {}
-        self._lock = threading.Lock()  # bounded: held while one report is made from files
+        self.path, self.name, self.run = path, name, RunDirectory(path)
+        self._ledger = 0.0, dict[str, Any]()  # the last audit, and the state of the files that it read
+        self.lock = threading.Lock()  # bounded: held while one answer is made from files
 
     def summary(self, params: Params) -> dict[str, Any]:
         """Return what the page asks for every few seconds. `pulse` changes when the run's files do."""
-        self._read_metrics()
-        tables, report = self._tables(), self.doctor({})
-        settings = (
-            tables.get("orchestrator") or _table(tables.get("rl", {}), "orchestrator") or tables.get("trainer", {})
-        )
-        envs = listed if isinstance(listed := settings.get("environments"), list) else []
-        files = [*(columns.path for columns in self._columns.values()), self.path / LEDGER]
+        state, sentence, text = doctor.report(self.run)
+        names = ("rollouts", LEDGER, f"evals/{REPORT}")
+        files = [*self.path.glob("metrics/*.jsonl"), *(self.path / name for name in names)]
+        keys = {process: set[str]().union(*self.run.rows(process).values()) - {"step"} for process in PROCESSES}
         return {
             "name": self.name,
             "path": str(self.path),
-            "state": report["state"],
-            "sentence": report["sentence"],
-            "pulse": sum(map(_stamp, [*files, self.path / "rollouts", self.path / "evals" / "report.json"])),
-            "last_step": max(columns.last_step() for columns in self._columns.values()),
-            "keys": [f"{process}:{key}" for process, columns in self._columns.items() for key in columns.names()],
-            "envs": _plain([env.get("name") or env.get("id") for env in envs if isinstance(env, dict)]),
+            "state": state.value,
+            "sentence": sentence,
+            "doctor": text,
+            "pulse": sum(map(_stamp, files)),
+            "last_step": self.run.last_step,
+            "keys": [f"{process}:{key}" for process in PROCESSES for key in sorted(keys[process])],
         }
 
     def series(self, params: Params) -> dict[str, Any]:
         """Return the curves of `keys`, each `process:metric`, with "|" between them."""
         points = min(max(_number(params, "points", 600), 10), _MOST_POINTS)
         low, high = (float(params.get(name) or sign * 1e18) for name, sign in (("low", -1), ("high", 1)))
-        curves: dict[str, Any] = {}
-        self._read_metrics()
-        for key in params.get("keys", "").split("|"):
-            process, _, metric = key.partition(":")
-            if process in self._columns:
-                curves[key] = self._columns[process].curve(metric, points, low, high)
-        return curves
-
-    def _read_metrics(self) -> None:
-        if (tuned := metrics_path(self.path, "sft")).exists():  # its curves are overlaid with those of trainers
-            self._columns["trainer"].path = tuned
-        for columns in self._columns.values():
-            columns.read()
+        rows = {process: self.run.rows(process) for process in PROCESSES}
+        keys = (key.partition(":") for key in params.get("keys", "").split("|"))
+        return {f"{name}:{key}": curve(rows[name], key, points, low, high) for name, _, key in keys if name in rows}
 
     def steps(self, params: Params) -> dict[str, Any]:
         """Return which steps have samples."""
-        steps = list_steps(self.path / "rollouts")
-        return {"steps": steps, "note": absence(self.path, steps[-1] + 1 if steps else 0)}
+        steps = self.run.steps
+        return {"steps": steps, "note": self.run.absence(steps[-1] + 1 if steps else 0)}
 
     def samples(self, params: Params) -> dict[str, Any]:
         """Return a page of the samples of `step`, from `offset` on; see `StepSamples.rows`."""
@@ -115,22 +101,17 @@ class RunFiles:
                 raise UserError(f"step {params.get('step')} has no sample of episode {name}: nothing of it is trained")
         return batch.sample(row, self._decoder())
 
-    def doctor(self, params: Params) -> dict[str, Any]:
-        """Return what `rl doctor` says. It depends on time and processes: files of a killed run change no more."""
-        state, sentence, text = self._cached("doctor", time.time() // _DOCTOR_SECONDS, lambda: doctor.report(self.path))
-        return {"state": state.value, "sentence": sentence, "text": text}
-
     def events(self, params: Params) -> list[dict[str, Any]]:
         """Return starts, ends, checkpoints, and warnings and errors at the ends of the logs: the newest, by time."""
         rows = sorted(self._events(), key=lambda row: float(row[0]))[-_MOST_EVENTS:]
         return [dict(zip(("time", "process", "kind", "text"), row, strict=True)) for row in rows]
 
     def _events(self) -> Iterator[tuple[float, str, str, str]]:
-        for path in (self.path / "incarnations").glob("*.json"):
-            kind, step = "start" if path.stem == "0" else "restart", _read_json(path).get("step", "?")
-            yield path.stat().st_mtime, "trainer", kind, f"starts at step {step} (incarnation {path.stem})"
+        for number, step in read_incarnations(self.path).items():
+            kind, time = "restart" if number else "start", (self.path / f"incarnations/{number}.json").stat().st_mtime
+            yield time, "trainer", kind, f"starts at step {step} (incarnation {number})"
         end_times: dict[str, float] = {}
-        for name, status in read_status(self.path).items():
+        for name, status in self.run.statuses.items():
             if status.outcome in ("finished", "stopped"):
                 end_times[name] = status.since - 1
             if status.ready:
@@ -152,8 +133,9 @@ class RunFiles:
     def ledger(self, params: Params) -> dict[str, Any]:
         """Return the audit's report: see `AuditReport`."""
         state = _stamp(self.path / LEDGER) + _stamp(self.path / "weights")
-        report: dict[str, Any] = self._cached("ledger", state, lambda: audit(self.path)._asdict())
-        return report
+        if self._ledger[0] != state:
+            self._ledger = state, audit(self.path)._asdict()
+        return self._ledger[1]
 
     def episodes(self, params: Params) -> dict[str, Any]:
         """Return a page of episodes, newest first, that fit `params`: env, outcome (a state, or why it was dropped),
@@ -165,34 +147,23 @@ class RunFiles:
         with open_copy(self.path / LEDGER) as db:
             rows = db.execute(query, [*values, PAGE + 1, max(_number(params, "offset"), 0)]).fetchall()
             outcomes = [row[0] for row in db.execute(f"SELECT DISTINCT {_OUTCOME} FROM episodes e ORDER BY 1")]
+            envs = [row[0] for row in db.execute("SELECT DISTINCT env FROM groups ORDER BY 1")]
         names = [column.removeprefix("e.") for column in _EPISODE.split(", ")]
         page = [dict(zip(names, row, strict=True)) for row in rows[:PAGE]]
-        return {"rows": page, "more": len(rows) > PAGE, "outcomes": outcomes, "size": PAGE}
+        return {"rows": page, "more": len(rows) > PAGE, "outcomes": outcomes, "envs": envs, "size": PAGE}
 
     def evals(self, params: Params) -> dict[str, Any]:
-        return {name: _plain(value) for name, value in _read_json(self.path / "evals" / "report.json").items()}
+        path = self.path / "evals" / REPORT
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.exists() else {}
 
     def config(self, params: Params) -> dict[str, dict[str, Any]]:
         """Return the settings of each process, by dotted key."""
-        return {name: dict(_flat(table)) for name, table in self._tables().items()}
-
-    def _tables(self) -> dict[str, Any]:
-        tables = {}
-        for path in sorted((self.path / "configs").glob("*.toml")):
-            with suppress(OSError, ValueError):  # half of one
-                tables[path.stem] = tomllib.loads(path.read_text(encoding="utf-8"))
-        return tables
+        return {name: dict(_flat(table)) for name, table in self.run.config.items()}
 
     def _decoder(self) -> Decoder | None:
-        models = [name for table in self._tables().values() if (name := _table(table, "model").get("name"))]
-        return find_decoder(self.path, str(models[0]) if models else "")
-
-    def _cached(self, name: str, state: object, make: Callable[[], Any]) -> Any:
-        """Return what `make` returned, as long as `state` is the same."""
-        with self._lock:
-            if self._cache.get(name, (None,))[0] != state:
-                self._cache[name] = (state, make())
-            return self._cache[name][1]
+        tables = (table.get("model") for table in self.run.config.values())
+        names = (str(table["name"]) for table in tables if isinstance(table, dict) and "name" in table)
+        return find_decoder(self.path, next(names, ""))
 
 
 def _stamp(path: Path) -> float:
@@ -201,37 +172,39 @@ def _stamp(path: Path) -> float:
     return 0.0 if stat is None else stat.st_size + stat.st_mtime
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return a small file's table; nothing where there is none, or half of one."""
-    try:
-        table = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return table if isinstance(table, dict) else {}
-
-
 def _number(params: Params, name: str, default: int = 0) -> int:
     return int(float(params.get(name) or default))
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in table.items():
-        yield from _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", _plain(value))]
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        yield from _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", text)]
 
 
-def _plain(value: Any) -> Any:
-    """Return a value that JSON of a browser can have: a date or an infinity is its text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_plain(one) for one in value]
-    has = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
-    return value if has else str(value)
+def curve(rows: Mapping[int, Row], key: str, points: int, low: float, high: float) -> dict[str, Any]:
+    """Return at most `points` points of steps `low` to `high`, of rows in order: `step` and `value`. A time that a step
+    did not log is 0. Where there are more steps than points, several share one, alike for all keys: `value` is their
+    mean, `min` and `max` are theirs, so that no spike is lost."""
+    timed = "time/step" if key.startswith("time/") else key
+    steps = np.array([step for step, row in rows.items() if timed in row and low <= step <= high], dtype=int)
+    values = np.array([rows[step].get(key, 0.0) for step in steps.tolist()], dtype=float)
+    low, high = max(low, min(rows, default=0)), min(high, max(rows, default=0))
+    if high - low < points or not len(steps):
+        return {"step": steps.tolist(), "value": _short(values)}
+    bucket = ((steps - low) * points // (high - low + 1)).astype(int)
+    starts = np.flatnonzero(np.diff(bucket, prepend=-1))
+    return {
+        "step": steps[starts].tolist(),
+        "value": _short(np.add.reduceat(values, starts) / np.diff([*starts, len(steps)])),
+        "min": _short(np.minimum.reduceat(values, starts)),
+        "max": _short(np.maximum.reduceat(values, starts)),
+    }
 
 
-def _table(parent: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = parent.get(name)
-    return value if isinstance(value, dict) else {}
+def _short(values: npt.NDArray[np.float64]) -> list[float]:
+    """Return numbers with the digits that a screen can show; times (unix seconds) need more."""
+    return [float(f"{value:.14g}" if value > 1e9 else f"{value:.6g}") for value in values.tolist()]
 
 
 def answer(run: RunFiles, query: str, params: Params) -> Any:
@@ -239,7 +212,8 @@ def answer(run: RunFiles, query: str, params: Params) -> Any:
     if query not in QUERIES:
         raise UserError(f"no such request: {query}")
     try:
-        return getattr(run, query)(params)
+        with run.lock:
+            return getattr(run, query)(params)
     except (CommitError, OSError, ValueError, OverflowError, sqlite3.Error) as error:
         raise UserError(one_line(error)) from error
 
@@ -252,20 +226,9 @@ def find_runs(paths: Sequence[Path]) -> dict[Path, str]:
     Raises UserError: one is no run."""
     runs: list[Path] = []
     for path in paths:
-        around = [one.resolve() for one in (path, *sorted((path / "tenants").glob("*"))) if rundir.is_run(one)]
-        if not around:
-            raise UserError(_no_run(path))
-        runs = [*dict.fromkeys([*runs, *around])]  # a link may lead to another of them
+        tenants = [one for one in sorted((path / "tenants").glob("*")) if RunDirectory(one).exists]
+        own = [] if tenants and not RunDirectory(path).exists else [open_run(path).directory]
+        runs += [one.resolve() for one in (*own, *tenants)]
+    runs = [*dict.fromkeys(runs)]  # a link may lead to another of them
     length = next(size for size in range(1, 99) if len({run.parts[-size:] for run in runs}) == len(runs))
     return {run: "/".join(run.parts[-length:]) for run in runs}
-
-
-def _no_run(path: Path) -> str:
-    """Return an error message that suggests runs nearby."""
-    what = f"{path} is no run directory" if path.exists() else f"there is no directory {path}"
-    roots = (path, next(parent for parent in path.absolute().parents if parent.is_dir()), Path())
-    near = {one for root in roots for depth in ("*", "*/*") for one in root.glob(depth)}
-    by_name = {one.name: str(one) for one in sorted(near) if rundir.is_run(one)}
-    close = difflib.get_close_matches(path.name, by_name, n=3, cutoff=0.3) or sorted(by_name)[:3]
-    names = ", ".join(by_name[name] for name in close)
-    return f"{what}: give the output directory of a run" + (f"; near it: {names}" if names else "")

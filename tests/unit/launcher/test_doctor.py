@@ -144,17 +144,13 @@ def test_the_examination_of_a_live_run(tmp_path, capsys):
         trainer.waiting("weights", "inference", 600.0)
         write_record(status_path(tmp_path, "orchestrator"), status("orchestrator", beat=61.0))
         before = sorted(path for path in tmp_path.rglob("*") if ".tmp-" not in path.name)
-        command = [sys.executable, "-c", "import time; time.sleep(300)", "@", str(tmp_path / "configs/inference.toml")]
-        with subprocess.Popen(command) as starting:
-            assert doctor.examine(tmp_path) == 1
-            starting.kill()
+        assert doctor.examine(tmp_path) == 1
         trainer.close()
         out = capsys.readouterr().out
         assert sorted(path for path in tmp_path.rglob("*") if ".tmp-" not in path.name) == before
     assert re.search("launcher +alive", out)
     assert re.search("trainer +alive +starting, step 40", out)
     assert re.search(r"waits for weights from inference, for \d+ s \(gives up in (10:00|9:5\d)\)", out)
-    assert re.search(r"inference +alive +started \d+ s ago, has not reported yet\n", out)
     assert re.search(r"inference-1 +no report\n", out)
     assert "batch 40, version 40, checkpoint -, recovery checkpoint 30" in out
     assert "trainer.log: RuntimeError: out of memory" in out
@@ -178,7 +174,7 @@ def test_tenants(tmp_path, capsys):
     assert doctor.examine(tmp_path) == 0
     out = capsys.readouterr().out
     assert "\ntenant alice   version 3, 40% of the trainer's time, 61% of the engines' time\n" in out
-    assert re.search(r"trainer +alive +at work.*\n +waits for its turn from bob, for 7 s \(gives up", out)
+    assert "\n               runs: trainer: waits for its turn from bob, for 7 s; orchestrator: at work\n" in out
     assert out.count("holds a slot without an orchestrator") == 1
     assert f"start that again, or remove {bob / 'join.json'}" in out
     assert (doctor.examine(alice), doctor.examine(bob)) == (0, 1)
@@ -190,7 +186,7 @@ def test_tenants(tmp_path, capsys):
 
 def test_a_wreck_and_no_run(tmp_path, capsys):
     """A typo is an error, an empty directory a finding; damaged files are passed over."""
-    with pytest.raises(UserError, match="is no directory"):
+    with pytest.raises(UserError, match="there is no directory"):
         doctor.examine(tmp_path / "typo")
     assert doctor.examine(tmp_path) == 0
     for name in ("status", "configs", "logs/trainer.log", "status/rl.json", "status/orchestrator.json"):

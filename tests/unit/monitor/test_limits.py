@@ -7,8 +7,9 @@ import pytest
 
 from prime_rl.launcher import doctor
 from prime_rl.launcher.console import Console
-from prime_rl.monitor.limits import LimitWatch, Shares, limit_of, shares_of
+from prime_rl.monitor.limits import Shares, limit_of, shares_of
 from prime_rl.monitor.monitor import metrics_path
+from prime_rl.monitor.run_directory import SIDES, RunDirectory
 from prime_rl.transport.incarnations import open_incarnation
 
 # Situations, worked out by hand. The first number is the share that is named.
@@ -76,33 +77,33 @@ def add(root: Path, process: str, *rows: dict[str, float]) -> None:
 
 def test_steps_are_judged_without_those_at_which_a_trainer_began(tmp_path: Path) -> None:
     """Contract: what comes late is of its step; the first step, starts, and what was before count for nothing."""
-    watch = LimitWatch(tmp_path, since=0.0)
+    run = RunDirectory(tmp_path)
     for step, waited in enumerate([9.0, 6.0, 0.0, 9.9, 5.0]):
         orchestrator, trainer = rows(wait_for_batch=waited)
         add(tmp_path, "orchestrator", {"step": step, **orchestrator})
         add(tmp_path, "trainer", {"step": step, **trainer}, {"step": step, "time/save_ckpt": 1.0})
         if step == 1:
-            watch.read()
-            assert (found := watch.shares()) is not None
+            run.read(*SIDES)
+            assert (found := run.shares()) is not None
             assert found.waited == pytest.approx(0.6)
     for start in (0, 3):
         open_incarnation(tmp_path, start)
-    watch.read()
-    assert (found := watch.shares()) is not None
+    run.read(*SIDES)
+    assert (found := run.shares()) is not None
     assert (found.waited, found.saved) == (pytest.approx(11 / 30), pytest.approx(0.1))
-    assert LimitWatch(tmp_path, since=1.0).look() is None
+    assert run.shares(since=1.0) is None
 
 
 def test_console_metrics_and_doctor_name_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Contract: one rule, one window, whoever asks: a step's line, the end of the run, `rl doctor`, the metrics."""
-    console, watch = Console(tmp_path, 3), LimitWatch(tmp_path)
+    console = Console(tmp_path, 3)
     for process, row in zip(
         ("orchestrator", "trainer"), rows(wait_for_batch=7.0, idle=1.0, read_batch=0.5), strict=True
     ):
         times = ({"step": step, "time": 2e9 + 100.0 * step, "loss/mean": 0.0} for step in range(3))
         add(tmp_path, process, *({**each, **row} for each in times))
     words = "limited by generation (trainer waits 70%)"
-    limit = watch.look()
+    limit = RunDirectory(tmp_path).limit()
     assert limit is not None
     assert (str(limit), limit.metric) == (words, "limit/generation")
     assert console.step_lines()[-1].endswith("| limited by generation | ETA 0:00")
@@ -110,4 +111,4 @@ def test_console_metrics_and_doctor_name_the_same(tmp_path: Path, capsys: pytest
         "trainer: computes 30%, waits for batches 65%; engines: sample 90%, load weights 0%, idle 10%", words
     ]  # fmt: skip
     doctor.examine(tmp_path)
-    assert f"{'speed':<15}{words}" in capsys.readouterr().out
+    assert f"{'time':<15}{console.summary()[1]}\n{'speed':<15}{words}" in capsys.readouterr().out

@@ -23,7 +23,7 @@ import pytest
 from prime_rl.config.shared import MonitorConfig, WandbConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, read_metrics, read_status
-from prime_rl.monitor.monitor import Tail, metrics_path
+from prime_rl.monitor.monitor import MetricsFile, metrics_path
 from prime_rl.monitor.trackers import check_wandb
 from prime_rl.wait import wait
 from support.processes import REPOSITORY
@@ -143,10 +143,18 @@ def test_metrics_lines(tmp_path, heard):
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert (rows[2]["loss/mean"], rows[2]["eval/x/reward/mean"]) == (9.0, 0.25)
     assert read_metrics(tmp_path / "none.jsonl") == []
-    follower = Tail(path)
-    assert (len(follower.read()), follower.read()) == (5, [])
+    follower = MetricsFile(path, kept=2)
+    assert (len(follower.read()), follower.read(), [*follower.rows]) == (5, [], [1, 2])
     path.write_text('{"step": 0}\n')  # the run was started over, shorter so far
-    assert follower.read() == [{"step": 0}]
+    assert (follower.read(), follower.rows) == ([{"step": 0}], {0: {"step": 0}})
+    for text in ('{"step": 1}\nhalf of a {"step": 7}\n[]\n{"step": 2, "a": "text"}\n{"step": 3', ', "a": 4.0}\n'):
+        with path.open("a") as file:
+            file.write(text)
+        follower.read()
+    assert [*follower.rows] == [0, 3]
+    (tmp_path / "new").write_text('{"step": 5}\n' * 99)  # started over, longer already
+    (tmp_path / "new").replace(path)
+    assert (len(follower.read()), [*follower.rows]) == (99, [5])
 
 
 def test_a_full_disk_is_named(tmp_path):

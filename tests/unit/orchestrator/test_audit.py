@@ -12,7 +12,7 @@ from support.scripted import World
 
 def test_the_account_by_environment_and_reason(tmp_path):
     """Every number of the table is that of the ledger; nothing issued yet is an account, too."""
-    with pytest.raises(UserError, match=r"ledger.sqlite does not exist: the run has no ledger"):
+    with pytest.raises(UserError, match="holds no run: give the output directory"):
         audit_text(tmp_path)
     ledger = ScriptedLedger(tmp_path / "ledger.sqlite")
     for step in range(20):

@@ -66,7 +66,7 @@ def test_one_file(tmp_path: Path) -> None:
     assert not re.search(r'(src|href)="(?!data:)', text)
     assert "<script>alert" not in text
     data = json.loads(text.split('<script id="data" type="application/json">')[1].split("</script>")[0])
-    queries = {"series", "steps", "samples", "sample", "doctor", "events", "ledger", "evals", "config"}
+    queries = {"series", "steps", "samples", "sample", "events", "ledger", "evals", "config"}
     assert {key.split("&")[0] for key in data} == {"runs", *queries}
     assert "samples&run=0" not in data
     assert "</script><script>alert(1)</script>" in [event["text"] for event in data["events&run=0"]]
@@ -96,15 +96,16 @@ def test_values_that_json_lacks(tmp_path: Path) -> None:
     (run / "configs" / "orchestrator.toml").write_text(text)
     (run / "logs" / "trainer.log").write_text("2026-13-99 10:00:00 ERROR odd\n2026-11-30 10:00:00 ERROR even\n")
     client = TestClient(page_app([run]), base_url="http://localhost")
-    assert client.get("/api/runs").json()[0]["envs"] == ["y"]
-    args = {"a": ["2026-11-30", {"b": "inf"}], "c": "nan", "d": 1.5}
+    args = '{"a": ["2026-11-30", {"b": Infinity}], "c": NaN, "d": 1.5}'
+    client.get("/api/runs")
     shown = client.get("/api/config").json()["orchestrator"]
-    assert shown == {"environments": ["x", {"id": "y", "args": args}], "model": "m"}
+    assert shown == {"environments": f'["x", {{"id": "y", "args": {args}}}]', "model": "m"}
     assert [event["text"] for event in client.get("/api/events").json() if event["kind"] == "error"] == ["even"]
     for wrong in ("samples?step=inf", "episodes?offset=1e400"):
         assert client.get(f"/api/{wrong}").status_code == 404
     write_page(find_runs([run]), tmp_path / "page.html")
-    assert "Infinity" not in (tmp_path / "page.html").read_text().split('type="application/json">')[1].split("</")[0]
+    data = (tmp_path / "page.html").read_text().split('type="application/json">')[1].split("</")[0]
+    json.loads(data, parse_constant=pytest.fail)
 
 
 def test_which_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +120,7 @@ def test_which_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(find_runs([one, other, tmp_path / "later" / "one"]).values())[::2] == ["outputs/one", "later/one"]
     with pytest.raises(UserError, match=r"there is no directory outputs/on: .*; near it: outputs/one"):
         find_runs([Path("outputs/on")])
-    with pytest.raises(UserError, match=r"outputs is no run directory: .*; near it: outputs/one"):
+    with pytest.raises(UserError, match=r"outputs holds no run: .*; near it: outputs/one"):
         find_runs([Path("outputs")])
 
 

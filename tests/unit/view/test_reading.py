@@ -126,9 +126,8 @@ def test_the_ledger_of_a_crashed_run(run: RunFiles, tmp_path: Path) -> None:
     assert [path.read_bytes() for path in files] == torn
 
 
-def test_a_run_that_is_killed(run: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_killed(run: RunFiles) -> None:
     """Contract: it is told from a live one, though its files change no more."""
-    monkeypatch.setattr("prime_rl.view.run_files._DOCTOR_SECONDS", 1e-9)
     with subprocess.Popen(["sleep", "600"]) as process:
         own = identify(process.pid)
         assert own is not None

@@ -152,7 +152,8 @@ function lineChart(lines, { weight = 0, label = "", onzoom, onpick } = {}) {
     else if (weight) svg.append(h("path", { d: path(line.step, line.value), fill: "none", stroke: line.color, opacity: 0.25 }));
     svg.append(h("path", { d: path(line.step, line.shown), fill: "none", stroke: line.color, "stroke-width": 1.5,
       "stroke-linejoin": "round" }));
-    if (line.step.length === 1) svg.append(h("circle", { cx: x(line.step[0]), cy: y(line.value[0]), r: 2.5, fill: line.color }));
+    if (line.step.length <= 20) svg.append(...line.step.map((step, place) =>
+      h("circle", { cx: x(step), cy: y(line.shown[place]), r: 2.5, fill: line.color })));
   }
   const cross = h("line.cross", { y1: 6, y2: height - bottom, visibility: "hidden" });
   const drag = h("rect.drag", { y: 6, height: height - bottom - 6, visibility: "hidden" });
@@ -325,7 +326,7 @@ async function rollouts(params) {
     page = episodes ? await get("episodes", { ...filters, outcome: params.outcome, step: params.step })
       : await get("samples", { ...filters, step, sort: params.sort, cut: params.cut, group: params.group, text: params.text });
   } catch (error) { problem = error.message; }
-  const envs = page?.envs || runs[run].envs, before = known.steps.filter((one) => one < step).at(-1),
+  const envs = page?.envs || [], before = known.steps.filter((one) => one < step).at(-1),
     after = known.steps.find((one) => one > step);
   const turn = (to, text) => h("button", { type: "button", "aria-label": text, disabled: to === undefined,
     onclick: () => go({ step: to, offset: "", row: "", group: "", back: "" }) }, text === "step before" ? "‹" : "›");
@@ -479,34 +480,23 @@ function tokenView(sample, by, names) {
 // -- time --------------------------------------------------------------------------------------------------------------
 
 async function time(params) {
-  const run = current(), need = Object.keys(PARTS).flatMap((process) => ["time", "time/step", "time/forward_backward", "time/optimizer",
-    "time/wait_for_batch", "time/read_batch", "time/export", "time/logprob_check", "time/save_ckpt", "time/idle", "time/update_pause",
-    "workers/cpu"].map((key) => `${process}:${key}`));
-  const [report, events, series] = await Promise.all([get("doctor", { run }), get("events", { run }),
-    get("series", { run, points: 120, low: params.low, high: params.high, keys: need.join("|") })]);
+  const run = current(), keys = ["time/step", "time/forward_backward", "time/optimizer", "time/wait_for_batch", "time/read_batch",
+    "time/export", "time/logprob_check", "time/save_ckpt", "time/idle", "time/update_pause"];
+  const need = Object.keys(PARTS).flatMap((process) => ["time", ...keys].map((key) => `${process}:${key}`));
+  const [events, series] = await Promise.all([get("events", { run }), get("series", { run, points: 120, low: params.low, high: params.high, keys: need.join("|") })]);
   const cards = Object.entries(PARTS).map(([process, parts]) => {
-    const all = series[`${process}:time/step`], steps = all?.step || [], at = {};
+    const steps = series[`${process}:time/step`]?.step || [];
     if (!steps.length) return null;
-    const sums = ({ step, bucket = step, value,
-      count }) => new Map(bucket.map((one, place) => [one, value[place] * (count?.[place] ?? 1)]));  // some steps have no checkpoint
-    for (const key of need.filter((one) => one.startsWith(`${process}:`))) at[key.split(":")[1]] = sums(series[key]
-      || { step: [], value: [] });
-    const rows = (all.bucket || steps).map((bucket,
-      place) => Object.fromEntries(Object.entries(at).map(([key, values]) => [key,
-      (values.get(bucket) ?? 0) / (all.count?.[place] ?? 1)])));
+    const rows = steps.map((_, place) => Object.fromEntries(keys.map((key) => [key, series[`${process}:${key}`]?.value[place] ?? 0])));
     const shown = parts.map(([label, color, value]) => ({ label, color, value: rows.map((row) => value(row) || 0) }));
     const rest = rows.map((row, place) => Math.max(0, row["time/step"] - sum(shown.map((part) => part.value[place]))));
     if (process === "trainer") shown.push({ label: "rest", color: "#7d828b", value: rest });
-    const total = sum(shown.map((part) => sum(part.value))) || 1;
     return h("section.card", null, h("h2", null, process === "trainer" ? "Trainer, seconds of a step" : "Engines, seconds of a step"),
-      stackedBars(steps, shown),
-      legend(shown.map((part) => [part.label, part.color, percent(sum(part.value) / total)])),
-      at["workers/cpu"].size > 0 && h("p.quiet", null,
-        `The busiest environment worker uses ${percent(sum(rows.map((row) => row["workers/cpu"])) / rows.length)} of a core.`));
+      stackedBars(steps, shown), legend(shown.map((part) => [part.label, part.color, `${number(sum(part.value) / steps.length, 3)} s`])));
   });
   return [h("form.bar", { onsubmit: (event) => event.preventDefault() }, runChoice(), range("steps", { min: 0 })),
     h("section.card", null, h("h2", null, "Who waits for whom ", h("span.quiet", null, "as rl doctor says")),
-      h("pre.mono", null, report.text)), ...cards,
+      h("pre.mono", null, runs[run].doctor)), ...cards,
     events.length ? h("section.card", null, h("h2", null, "Restarts, faults and checkpoints"), timeLine(events, series),
       table(["time", "process", "", ""], [...events].reverse().slice(0, 100).map((event) =>
       h(`tr.event-${event.kind}`, null, h("td.n", null, clock(event.time)), h("td", null, event.process), h("td", null, event.kind),
@@ -579,32 +569,21 @@ async function evals() {
   const rows = reports.flatMap((report, place) => (report.results || []).map((row) => {
     const name = `avg@${row.attempts_per_task}`, mean = row.metrics[name], half = row.metrics[`${name}/ci95`];
     return [list[place].name, row.environment, row.policy, `${row.tasks}${row.complete === false ? " (incomplete)" : ""}`, name,
-      number(mean), half == null ? "" : `± ${number(half, 3)}`, interval(mean, half, list[place].color),
-      number(sum(Object.values(row.errors))), percent(row.metrics["is_truncated/mean"] || 0)];
+      number(mean), half == null ? "" : `± ${number(half, 3)}`, number(sum(Object.values(row.errors))), percent(row.metrics["is_truncated/mean"] || 0)];
   }));
   if (!cards.length && !rows.length) return [note("No evaluations: neither in the metrics nor in evals/report.json.")];
   rows.sort((one, other) => one[1].localeCompare(other[1]));
   return [cards.length && h("div.grid", null, cards), rows.length
     ? h("section.card", { style: { "margin-top": "12px" } }, h("h2", null, "evals/report.json"),
-    table(["run", "environment", "policy", "tasks", "", "mean", "95 %", "0 to 1", "failed", "cut off"], rows, [3, 5, 6, 8, 9])) : null];
+    table(["run", "environment", "policy", "tasks", "", "mean", "95 %", "failed", "cut off"], rows, [3, 5, 6, 7, 8])) : null];
 }
-function interval(mean, half = 0, color) {
-  const x = (value) => 3 + 194 * Math.min(1, Math.max(0, value));
-  return h("svg", { viewBox: "0 0 200 14", style: { width: "200px", height: "14px" }, role: "img",
-    "aria-label": `${number(mean)} ± ${number(half)}` }, h("line.axis", { x1: 3, x2: 197, y1: 7, y2: 7 }),
-    h("line", { x1: x(mean - half), x2: x(mean + half), y1: 7, y2: 7, stroke: color, "stroke-width": 5, opacity: 0.4 }),
-      h("circle", { cx: x(mean), cy: 7, r: 2.5, fill: color }));
-}
-
 async function config(params) {
   const list = shownRuns(), tables = await Promise.all(list.map((run) => get("config", { run: run.place }).catch(() => ({}))));
   const files = [...new Set(tables.flatMap(Object.keys))], file = files.includes(params.file) ? params.file : files.includes("rl") ? "rl"
     : files[0];
   const several = list.length > 1, only = several && params.all !== "1";
-  const keys = [...new Set(tables.flatMap((each) => Object.keys(each[file] || {})))],
-    text = (each, key) => (each[file]?.[key] === undefined ? "–" : typeof each[file][key] === "string" ? each[file][key]
-    : JSON.stringify(each[file][key]));
-  const rows = keys.map((key) => [key, tables.map((each) => text(each, key))]).map(([key, values]) => [key, values,
+  const keys = [...new Set(tables.flatMap((each) => Object.keys(each[file] || {})))];
+  const rows = keys.map((key) => [key, tables.map((each) => each[file]?.[key] ?? "–")]).map(([key, values]) => [key, values,
     new Set(values).size > 1]);
   const shown = rows.filter(([, , differs]) => differs || !only),
     body = shown.map(([key, values, differs]) => h(differs && several ? "tr.differs" : "tr", null, h("td.key.mono", null, key),
