@@ -42,6 +42,10 @@ async def test_every_view(url: str, run: Path, tmp_path: Path) -> None:
         await page.open(url)
         await shows(page, "Reward", "Loss")
         await page.until("document.querySelectorAll('svg path').length >= 3")
+        evaluated = (
+            "document.querySelector('[aria-label=\"Evaluation e over steps\"]').querySelectorAll('circle').length"
+        )
+        assert await page.evaluate(evaluated) == 2
         with (run / "metrics" / "trainer.jsonl").open("a") as file:
             file.write(metric_lines(range(4, 6), **{"loss/mean": 0.5, "entropy/all/mean": 1.0}) + '{"step": 6, "lo')
         await page.until("document.getElementById('runs').innerText.includes('step 5')")

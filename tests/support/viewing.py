@@ -43,7 +43,8 @@ def make_run(path: Path, steps: int = 4) -> Path:
     for name in ("metrics", "configs", "logs", "incarnations", "evals"):
         (path / name).mkdir(parents=True)
     rewards = [json.dumps({"step": step, "time": 1e9 + step, "reward/mean": step / steps}) for step in range(steps)]
-    (path / "metrics" / "orchestrator.jsonl").write_text("\n".join(rewards) + "\n")
+    evaluated = [json.dumps({"step": step, "time": 1e9, "eval/e/avg@1": 0.5}) for step in (0, steps)]
+    (path / "metrics" / "orchestrator.jsonl").write_text("\n".join([*rewards, *evaluated]) + "\n")
     (path / "metrics" / "trainer.jsonl").write_text(metric_lines(range(steps), **{"loss/mean": 0.25, "time/step": 2.0}))
     (path / "configs" / "rl.toml").write_text(f'max_steps = {steps}\n[model]\nname = "{MODEL}"\n')
     (path / "logs" / "trainer.log").write_text("2026-11-30 10:00:00 WARNING the disk is nearly full\n")

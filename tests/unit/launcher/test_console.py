@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from time import time as unix_time
 
+from rich.live import Live
+
 from prime_rl.launcher.console import Console
 from prime_rl.monitor import Status
 from prime_rl.monitor.monitor import bench_table
@@ -102,7 +104,8 @@ def test_bench_table_leaves_the_warm_up_out(tmp_path):
 
 
 def test_console_shows_each_phase_once_and_long_waits(tmp_path, capsys):
-    """Progress within a phase makes no further lines; a long wait names its owner."""
+    """Progress within a phase makes no further lines, and where rows show phases they make none; a long wait names its
+    owner."""
     console = Console(tmp_path, max_steps=1)
     status = Status(tmp_path, "orchestrator")
     console.look()
@@ -121,6 +124,10 @@ def test_console_shows_each_phase_once_and_long_waits(tmp_path, capsys):
     assert lines[0] == "orchestrator: evaluating"
     assert lines[1].startswith("orchestrator waits for weights/step_0 from trainer, for 30 s (gives up in ")
     assert len(lines) == 2
+    status.phase("making rollouts")
+    console.region.live = Live()
+    console.look()
+    assert capsys.readouterr().out == ""
 
 
 def test_rows_say_where_the_run_is(tmp_path):

@@ -26,8 +26,10 @@ def config(root: Path, **given: object) -> RLConfig:
     return from_table(RLConfig, {"output_dir": root, "orchestrator": orchestrator, **given})
 
 
-def test_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: also by a dry run, whose plan is one that would start; and nothing is written."""
+def test_refused_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Contract: also by a dry run, whose plan is one that would start, or says what would refuse it."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "VLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
@@ -47,6 +49,9 @@ def test_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "out").exists()
     monkeypatch.setenv("VLLM_API_KEY", "k")
     assert run(config(tmp_path, **tiny, **{**goes_on, "seed": 1}, **open_to_all)) == 0
+    assert "rl would refuse" not in capsys.readouterr().out
+    assert run(config(tmp_path, **tiny)) == 0
+    assert f"rl would refuse: {tmp_path} holds an earlier run (rollouts)" in capsys.readouterr().out
 
 
 def test_a_deployment_takes_no_directory_of_a_run(tmp_path: Path) -> None:

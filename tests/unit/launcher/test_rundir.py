@@ -65,7 +65,8 @@ def test_another_directory_is_suggested(tmp_path: Path, partner: int, monkeypatc
 
 
 def test_an_owner_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Nor does bad input, in a directory made for it. A damaged claim is taken over, and harms no living owner."""
+    """Nor does bad input, in a directory made for it. A damaged claim is taken over, and harms no living owner; nor
+    does a second run of its own process."""
     fresh = tmp_path / "a" / "run"
     with pytest.raises(RuntimeError), Owner(fresh):
         raise RuntimeError
@@ -74,6 +75,8 @@ def test_an_owner_leaves_nothing_behind(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_text('{"pid": 1}')
     with Owner(tmp_path) as owner:
+        with pytest.raises(UserError, match="this process makes a run in .* already"):
+            Owner(tmp_path)
         path.write_text("[]")
         overdue(owner).beat()
         assert json.loads(path.read_text())["pid"] == os.getpid()

@@ -483,7 +483,8 @@ async function time(params) {
   const run = current(), keys = ["time/step", "time/forward_backward", "time/optimizer", "time/wait_for_batch", "time/read_batch",
     "time/export", "time/logprob_check", "time/save_ckpt", "time/idle", "time/update_pause"];
   const need = Object.keys(PARTS).flatMap((process) => ["time", ...keys].map((key) => `${process}:${key}`));
-  const [events, series] = await Promise.all([get("events", { run }), get("series", { run, points: 120, low: params.low, high: params.high, keys: need.join("|") })]);
+  const [events, series] = await Promise.all([get("events", { run }),
+    get("series", { run, points: 120, low: params.low, high: params.high, keys: need.join("|") })]);
   const cards = Object.entries(PARTS).map(([process, parts]) => {
     const steps = series[`${process}:time/step`]?.step || [];
     if (!steps.length) return null;
