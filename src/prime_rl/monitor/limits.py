@@ -39,10 +39,9 @@ class Shares:
         return max(1.0 - self.idle - self.paused, 0.0)
 
     def __str__(self) -> str:
-        worker = f"; the busiest environment worker uses {self.cpu:.0%} of a core" if self.cpu else ""
         return (
             f"trainer: computes {self.trained:.0%}, waits for batches {self.waited:.0%}; "
-            f"engines: sample {self.sampled:.0%}, load weights {self.paused:.0%}, idle {self.idle:.0%}{worker}"
+            f"engines: sample {self.sampled:.0%}, load weights {self.paused:.0%}, idle {self.idle:.0%}"
         )
 
 
