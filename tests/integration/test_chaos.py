@@ -107,10 +107,10 @@ async def test_a_run_survives_its_environments(tmp_path, monkeypatch, seed, step
     assert list(finished_run._ledger(run, steps)) == []
     assert list(finished_run._batches(run, steps)) == []
     assert list(finished_run._leftovers(run)) == []
-    report = audit(run)
-    assert report.faults == []
-    assert {env for env, *_ in report.outcomes} == {"crashes", "hangs", "rubbish"}
-    assert all(name in ("issued", "trained") or name.startswith("dropped") for _, name, *_ in report.outcomes)
+    outcomes, faults = audit(run)
+    assert faults == []
+    assert {env for env, *_ in outcomes} == {"crashes", "hangs", "rubbish"}
+    assert all(name in ("issued", "trained") or name.startswith("dropped") for _, name, *_ in outcomes)
     assert max(pool.answered.values()) == 1
     assert pool.restarts >= 3
     assert pool.outcomes["worker_died"] >= 3

@@ -78,7 +78,7 @@ class EvalResults:
             settings: What the results depend on; `weights` is the hash of the policy.
             replace: Begin anew as well where the results are of other weights.
         """
-        path, settings = directory / SETTINGS, _flat(settings)
+        path, settings = directory / SETTINGS, flat(settings)
         before = json.loads(path.read_bytes()) if path.exists() else settings
         if clean or (replace and before["weights"] != settings["weights"]):
             shutil.rmtree(directory, ignore_errors=True)
@@ -222,10 +222,11 @@ def pass_at_k(attempts: int, solved: int, k: int) -> float:
     return 1.0 - math.comb(attempts - solved, k) / math.comb(attempts, k)
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as one, by dotted keys."""
     table: dict[str, Any] = {}
     for key, value in settings.items():
-        table |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        table |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return table
 
 

@@ -42,7 +42,9 @@ class Console:
     ) -> None:
         """`bench`: trainer and orchestrator have no steps in common. `logs`: of the processes that rows are about."""
         self._output_dir, self._max_steps, self._bench = output_dir, max_steps, bench
-        self._logs, self.region = {name: Tail(path, skip=True) for name, path in (logs or {}).items()}, LiveRegion()
+        self._logs, self.region = {name: Tail(path) for name, path in (logs or {}).items()}, LiveRegion()
+        for log in self._logs.values():
+            log.lines()  # of earlier incarnations
         self._warning: Spans = ()
         self._limit: Limit | None = None
         self._began = time.time()

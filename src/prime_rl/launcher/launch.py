@@ -172,10 +172,6 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner | None, nodes: 
     console.say(f"starting {', '.join(logs)}; logs in {output_dir / 'logs'}")
     if sys.dont_write_bytecode:
         console.say("PYTHONDONTWRITEBYTECODE is set: every process compiles what it imports, 10 to 20 s of each start")
-    if config.trainer.device == "auto" and not any(process.gpus for process in plan.processes):
-        parts = {"trainer": config.trainer, "vLLM's server": config.inference}
-        types = [f"{name} ({part.model.dtype.replace('auto', 'float32')})" for name, part in parts.items() if part]
-        console.say(f"no GPU was found (device = auto): on CPUs, which are slow, run {' and '.join(types)}")
     for server in plan.servers:
         if server.port is None:
             console.say(f"an inference server is expected at {server.url}: {how_to_start(server.url)}")

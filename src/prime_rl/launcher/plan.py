@@ -189,7 +189,10 @@ def headlines(config: RLConfig, plan: Plan) -> list[str]:
         rollouts = f"{size} rollouts ({size // attempts} tasks x {attempts}), async level {config.async_level}"
         lines += [("environments", names), ("batch", f"{steps or 'endless'} steps of {rollouts}")]
     placed = "; ".join(f"{process.name} on {','.join(process.gpus)}" for process in gpus)
-    lines += [("GPUs", placed or "none: on CPUs"), ("directory", f"{plan.output_dir}")]
+    lines += [
+        ("GPUs", placed or "none was found or asked for: on CPUs, which are slow"),
+        ("directory", f"{plan.output_dir}"),
+    ]
     return [f"{name:<13} {what}" for name, what in lines]
 
 

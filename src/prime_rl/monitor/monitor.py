@@ -82,13 +82,11 @@ def metrics_path(output_dir: Path, process: str) -> Path:
 
 
 class Tail:
-    """Reads the lines that were added to a log or metrics file since the last call, with `skip` since now. The file may
-    not exist yet; one that was replaced or cut is read anew."""
+    """Reads the lines that were added to a log or metrics file since the last call. The file may not exist yet. One
+    that was replaced or cut is read anew."""
 
-    def __init__(self, path: Path, skip: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self.path, self._inode, self._offset = path, 0, 0
-        if skip and path.exists():
-            self._inode, self._offset = path.stat().st_ino, path.stat().st_size
 
     def lines(self) -> list[bytes]:
         """The whole lines."""

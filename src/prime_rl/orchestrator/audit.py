@@ -1,7 +1,6 @@
 """`rl audit RUN`: where every episode of a run went, and whether the ledger contradicts itself."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 from prime_rl.errors import UserError
 from prime_rl.monitor.run_directory import open_run
@@ -40,41 +39,35 @@ _INCONSISTENCIES = {
 }
 
 
-class AuditReport(NamedTuple):
-    """The audit of a run. `faults`: where the ledger contradicts itself.
-
-    Each of `outcomes` is an environment, an outcome, the number of episodes, and the means of their sampled tokens and
-    of their rewards (None: no such episode has a result).
+def audit(run_dir: Path) -> tuple[list[tuple[str, str, int, float | None, float | None]], list[str]]:
+    """Read a copy of the run's ledger; the run may be alive. Return where its episodes went, and where the ledger
+    contradicts itself. Of the former each is an environment, an outcome, the number of episodes, and the means of their
+    sampled tokens and rewards (None: none has a result). Raises UserError where there is no ledger, or a damaged one.
     """
-
-    outcomes: list[tuple[str, str, int, float | None, float | None]]
-    faults: list[str]
-
-
-def audit(run_dir: Path) -> AuditReport:
-    """Read a copy of the run's ledger; the run may be alive. Raises UserError where it has none, or a damaged one."""
     with open_copy(run_dir / LEDGER) as db:
         findings = [(count, fault) for fault, query in _INCONSISTENCIES.items() for (count,) in db.execute(query)]
-        faults = [f"{count} {fault}" for count, fault in findings if count]
         newest = newest_version(read_versions(run_dir / "weights"), read_incarnations(run_dir))
-        return AuditReport(db.execute(_OUTCOMES, (newest or 0,)).fetchall(), faults)
+        return db.execute(_OUTCOMES, (newest or 0,)).fetchall(), [
+            f"{count} {fault}" for count, fault in findings if count
+        ]
 
 
 def audit_text(run_dir: Path) -> str:
     """Audit a run; returns a table. Raises as `audit` does."""
     if (open_run(run_dir).directory / "tenants").is_dir() and not (run_dir / LEDGER).exists():
         raise UserError(f"each tenant has a ledger of its own: rl audit {run_dir / 'tenants'}/NAME")
-    report = audit(run_dir)
+    outcomes, faults = audit(run_dir)
     lines = [f"Episodes of {run_dir} (attempts; length: sampled tokens)"]
-    table = [("", "", "episodes", "length", "reward")]
-    for env, outcome, count, tokens, reward in report.outcomes:
+    table, issued = [("", "", "episodes", "share", "length", "reward")], 1
+    for env, outcome, count, tokens, reward in outcomes:
+        issued = count if outcome == "issued" else issued  # the first of an environment
         means = ("-" if tokens is None else f"{tokens:.1f}", "-" if reward is None else f"{reward:.4f}")
-        table.append((env, outcome, f"{count:,}", *means))
+        table.append((env, outcome, f"{count:,}", f"{count / max(issued, 1):.1%}", *means))
     width = max(len(env) for env, *_ in table)
     for env, outcome, *numbers in table:
         lines.append(f"  {env:<{width}}  {outcome:<18}" + "".join(f"  {number:>9}" for number in numbers))
-    if report.faults:
-        lines += ["NOT CONSERVED, the ledger contradicts itself:", *(f"  {fault}" for fault in report.faults)]
+    if faults:
+        lines += ["NOT CONSERVED, the ledger contradicts itself:", *(f"  {fault}" for fault in faults)]
     else:
         lines.append("Conserved: issued = trained + dropped + in flight, finished or in a batch, in every environment.")
     return "\n".join(lines)

@@ -10,17 +10,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from prime_rl.errors import UserError, one_line
-from prime_rl.evals.results import REPORT
+from prime_rl.evals.results import REPORT, flat, report_table
 from prime_rl.launcher import doctor
 from prime_rl.launcher.supervise import log_tail
 from prime_rl.monitor.limits import Row
 from prime_rl.monitor.run_directory import RunDirectory, open_run
-from prime_rl.orchestrator.audit import audit
+from prime_rl.orchestrator.audit import audit_text
 from prime_rl.orchestrator.ledger import open_copy
 from prime_rl.transport.commit import CommitError, list_steps, step_dir
 from prime_rl.transport.incarnations import read_incarnations
@@ -47,7 +46,7 @@ class RunFiles:
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name, self.run = path, name, RunDirectory(path)
-        self._ledger = 0.0, dict[str, Any]()  # the last audit, and the state of the files that it read
+        self._audit = 0.0, ""  # the last one, and the state of the files that it read
         self.lock = threading.Lock()  # bounded: held while one answer is made from files
 
     def summary(self, params: Params) -> dict[str, Any]:
@@ -130,12 +129,12 @@ class RunFiles:
                     if time < end_times.get(path.stem, time + 1):  # vLLM is noisy when it is asked to stop
                         yield time, path.stem, kind, match[3][:500]
 
-    def ledger(self, params: Params) -> dict[str, Any]:
-        """Return the audit's report: see `AuditReport`."""
+    def ledger(self, params: Params) -> str:
+        """Return what `rl audit` says."""
         state = _stamp(self.path / LEDGER) + _stamp(self.path / "weights")
-        if self._ledger[0] != state:
-            self._ledger = state, audit(self.path)._asdict()
-        return self._ledger[1]
+        if self._audit[0] != state:
+            self._audit = state, audit_text(self.path)
+        return self._audit[1]
 
     def episodes(self, params: Params) -> dict[str, Any]:
         """Return a page of episodes, newest first, that fit `params`: env, outcome (a state, or why it was dropped),
@@ -152,13 +151,14 @@ class RunFiles:
         page = [dict(zip(names, row, strict=True)) for row in rows[:PAGE]]
         return {"rows": page, "more": len(rows) > PAGE, "outcomes": outcomes, "envs": envs, "size": PAGE}
 
-    def evals(self, params: Params) -> dict[str, Any]:
-        path = self.path / "evals" / REPORT
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.exists() else {}
+    def evals(self, params: Params) -> str:
+        """Return what `eval` prints at its end."""
+        return report_table(path) if (path := self.path / "evals" / REPORT).exists() else ""
 
-    def config(self, params: Params) -> dict[str, dict[str, Any]]:
+    def config(self, params: Params) -> dict[str, dict[str, str]]:
         """Return the settings of each process, by dotted key."""
-        return {name: dict(_flat(table)) for name, table in self.run.config.items()}
+        tables = {name: flat(table) for name, table in self.run.config.items()}
+        return {name: {key: _text(value) for key, value in table.items()} for name, table in tables.items()}
 
     def _decoder(self) -> Decoder | None:
         tables = (table.get("model") for table in self.run.config.values())
@@ -176,10 +176,8 @@ def _number(params: Params, name: str, default: int = 0) -> int:
     return int(float(params.get(name) or default))
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in table.items():
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
-        yield from _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", text)]
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def curve(rows: Mapping[int, Row], key: str, points: int, low: float, high: float) -> dict[str, Any]:

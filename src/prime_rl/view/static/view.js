@@ -531,29 +531,14 @@ function timeLine(events, series) {
 
 // -- ledger, evaluations, configuration --------------------------------------------------------------------------------
 
-async function ledger() {
-  const parts = await Promise.all(shownRuns().map(async (run) => {
-    let body;
-    try {
-      const { outcomes, faults } = await get("ledger", { run: run.place }),
-        issued = Object.fromEntries(outcomes.filter((row) => row[1] === "issued").map((row) => [row[0], row[2]]));
-      body = [table(["environment", "outcome", "episodes", "", "share", "mean length", "mean reward"],
-        outcomes.map(([env, outcome, count, tokens, reward]) => {
-        const share = count / (issued[env] || 1), name = outcome.replace("dropped: ", ""), filter = outcome === "trained"
-          || outcome === "in a batch" ? "batched" : outcome === "in flight" ? "issued" : outcome === "issued" ? "" : name;
-        const target = link("rollouts", { run: run.place || "", list: "episodes", env, outcome: filter });
-        return [env, FILE ? outcome : h("a", { href: target, title: TITLES[name] }, outcome), number(count),
-          h("div.meter", null, h("i", { style: { width: `${100 * share}%` } })), percent(share), number(tokens), number(reward)];
-      }), [2, 4, 5, 6]), faults.length ? faults.map((fault) => note(`The ledger contradicts itself: ${fault}`, "bad"))
-        : note("Every episode is accounted for: issued = trained + dropped + in flight, finished or in a batch.")];
-    } catch (error) { body = note(error.message); }
-    return h("section.card", null, h("h2", null, run.name, h("span.quiet", null, "  episodes by outcome")), body);
-  }));
-  return parts;
-}
+const texts = (query, title) => Promise.all(shownRuns().map(async (run) => {
+  const text = await get(query, { run: run.place }).then((answer) => answer && h("pre.mono", null, answer), (error) => note(error.message));
+  return text && h("section.card", null, h("h2", null, run.name, h("span.quiet", null, title)), text);
+}));
+const ledger = () => texts("ledger", " as rl audit says");
 
 async function evals() {
-  const list = shownRuns(), reports = await Promise.all(list.map((run) => get("evals", { run: run.place }).catch(() => ({}))));
+  const list = shownRuns(), reports = (await texts("evals", " evals/report.json")).filter(Boolean);
   const keys = [...new Set(list.flatMap((run) => run.keys))].filter((key) => /^orchestrator:eval\/.*\/avg@\d+$/.test(key));
   const series = await Promise.all(list.map((run) => get("series",
     { run: run.place, points: POINTS, keys: keys.flatMap((key) => [key,
@@ -567,17 +552,10 @@ async function evals() {
     return [{ label: run.name, color: run.color, ...line, min: line.value.map((value, at) => value - half[at]),
       max: line.value.map((value, at) => value + half[at]) }];
   }), { label: `evaluation of ${key.split("/")[1]}` })));
-  const rows = reports.flatMap((report, place) => (report.results || []).map((row) => {
-    const name = `avg@${row.attempts_per_task}`, mean = row.metrics[name], half = row.metrics[`${name}/ci95`];
-    return [list[place].name, row.environment, row.policy, `${row.tasks}${row.complete === false ? " (incomplete)" : ""}`, name,
-      number(mean), half == null ? "" : `± ${number(half, 3)}`, number(sum(Object.values(row.errors))), percent(row.metrics["is_truncated/mean"] || 0)];
-  }));
-  if (!cards.length && !rows.length) return [note("No evaluations: neither in the metrics nor in evals/report.json.")];
-  rows.sort((one, other) => one[1].localeCompare(other[1]));
-  return [cards.length && h("div.grid", null, cards), rows.length
-    ? h("section.card", { style: { "margin-top": "12px" } }, h("h2", null, "evals/report.json"),
-    table(["run", "environment", "policy", "tasks", "", "mean", "95 %", "failed", "cut off"], rows, [3, 5, 6, 7, 8])) : null];
+  if (!cards.length && !reports.length) return [note("No evaluations: neither in the metrics nor in evals/report.json.")];
+  return [cards.length && h("div.grid", null, cards), reports];
 }
+
 async function config(params) {
   const list = shownRuns(), tables = await Promise.all(list.map((run) => get("config", { run: run.place }).catch(() => ({}))));
   const files = [...new Set(tables.flatMap(Object.keys))], file = files.includes(params.file) ? params.file : files.includes("rl") ? "rl"
