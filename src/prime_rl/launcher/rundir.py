@@ -60,7 +60,9 @@ class Owner:
             refuse_running(output_dir, {LAUNCHER})
             if (current := read_record(ProcessStatus, self._path)) is not None and self._is_own(current):
                 other = other_directory(output_dir)
-                raise UserError(f"this process makes a run in {output_dir} already: wait for it, or give {other}")
+                raise UserError(
+                    f"this process makes a run in {output_dir} already: wait for it, or give output_dir={other}"
+                )
             write_record(self._path, self._claim)
 
     def beat(self) -> None:

@@ -20,6 +20,7 @@ from prime_rl.transport.rollouts import FILE, open_batch
 from prime_rl.transport.settings import LEDGER, running_processes
 from prime_rl.transport.weights import weights_manifest
 
+_WRITTEN = ("configs", "metrics", "status", "rollouts", "weights", LEDGER)
 SIDES = ("orchestrator", "trainer")
 
 
@@ -37,8 +38,7 @@ class RunDirectory:
     @property
     def exists(self) -> bool:
         """Whether the directory has something that runs write."""
-        names = ("configs", "metrics", "status", "rollouts", "weights", LEDGER)
-        return any((self.directory / name).exists() for name in names)
+        return any((self.directory / name).exists() for name in _WRITTEN)
 
     @property
     def config(self) -> dict[str, dict[str, Any]]:

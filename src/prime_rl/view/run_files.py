@@ -52,8 +52,7 @@ class RunFiles:
     def summary(self, params: Params) -> dict[str, Any]:
         """Return what the page asks for every few seconds. `pulse` changes when the run's files do."""
         state, sentence, text = doctor.report(self.run)
-        names = ("rollouts", LEDGER, f"evals/{REPORT}")
-        files = [*self.path.glob("metrics/*.jsonl"), *(self.path / name for name in names)]
+        files = ("rollouts", "metrics/*.jsonl", LEDGER, f"evals/{REPORT}")
         keys = {process: set[str]().union(*self.run.rows(process).values()) - {"step"} for process in PROCESSES}
         return {
             "name": self.name,
@@ -61,7 +60,7 @@ class RunFiles:
             "state": state.value,
             "sentence": sentence,
             "doctor": text,
-            "pulse": sum(map(_stamp, files)),
+            "pulse": sum(_stamp(path) for name in files for path in self.path.glob(name)),
             "last_step": self.run.last_step,
             "keys": [f"{process}:{key}" for process in PROCESSES for key in sorted(keys[process])],
         }
@@ -157,8 +156,10 @@ class RunFiles:
 
     def config(self, params: Params) -> dict[str, dict[str, str]]:
         """Return the settings of each process, by dotted key."""
-        tables = {name: flat(table) for name, table in self.run.config.items()}
-        return {name: {key: _text(value) for key, value in table.items()} for name, table in tables.items()}
+        return {
+            name: {key: v if isinstance(v, str) else json.dumps(v, default=str) for key, v in flat(table).items()}
+            for name, table in self.run.config.items()
+        }
 
     def _decoder(self) -> Decoder | None:
         tables = (table.get("model") for table in self.run.config.values())
@@ -168,16 +169,11 @@ class RunFiles:
 
 def _stamp(path: Path) -> float:
     """Return a number that changes when a file or the list of a directory does."""
-    stat = path.stat() if path.exists() else None
-    return 0.0 if stat is None else stat.st_size + stat.st_mtime
+    return (stat := path.stat()).st_size + stat.st_mtime if path.exists() else 0.0
 
 
 def _number(params: Params, name: str, default: int = 0) -> int:
     return int(float(params.get(name) or default))
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def curve(rows: Mapping[int, Row], key: str, points: int, low: float, high: float) -> dict[str, Any]:

@@ -244,8 +244,7 @@ function stackedBars(step, parts) {
 }
 const wide = () => Math.max(300, main.clientWidth - 66);
 const legend = (items) => h("div.legend", null,
-  items.map(([label, color, value]) => h("span", null, h("i", { style: { "--color": color } }), label, value != null
-  && h("b", null, value))));
+  items.map(([label, color, value]) => h("span", null, h("i", { style: { "--color": color } }), label, value && h("b", null, value))));
 
 // -- forms -------------------------------------------------------------------------------------------------------------
 
@@ -504,8 +503,7 @@ async function time(params) {
         h("td.text", null, event.text))))) : null];
 }
 function timeLine(events, series) {
-  const lanes = ["trainer", "orchestrator",
-    ...new Set(events.map((event) => event.process.split(".")[0]).filter((name) => !["trainer", "orchestrator"].includes(name)))];
+  const lanes = [...new Set(["trainer", "orchestrator", ...events.map((event) => event.process.split(".")[0])])];
   const times = [...events.map((event) => event.time),
     ...["trainer", "orchestrator"].flatMap((process) => series[`${process}:time`]?.value || [])];
   const [first, last] = [Math.min(...times), Math.max(Math.min(...times) + 1, ...times)], [width, left, lane] = [wide(), 90, 22];
