@@ -9,7 +9,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Document
 from prime_rl.trainer.parallel import close_world, gather, init_world, now
 from prime_rl.trainer.reference_scorer import ReferenceScorer
-from prime_rl.trainer.report import NO_EXTRAS, MetricRows, Report, StepMetrics, sum_on_device
+from prime_rl.trainer.report import MetricRows, Report, StepMetrics, sum_on_device
 from prime_rl.trainer.rl import train as rl
 from prime_rl.trainer.rl.data import FakeSamples
 from prime_rl.trainer.sft import train as sft
@@ -230,7 +230,7 @@ class Recorder(Report):
         super().__init__(*arguments)
         self.told: dict[int, dict[str, float]] = {}
 
-    def more_metrics(self, step: int, metrics: Mapping[str, float], extras: Extras = NO_EXTRAS) -> None:
+    def more_metrics(self, step: int, metrics: Mapping[str, float], extras: Callable[[], Extras] = Extras) -> None:
         self.told.setdefault(step, {}).update(metrics)
         super().more_metrics(step, metrics, extras)
 
@@ -354,7 +354,7 @@ class Bench:
         ideal = perf.ideal_seconds(self.costs.of(batch.lengths).sum(), world)
         known, sums_norm = {"time/wait_for_batch": waited}, sum_on_device(world, sums, norm)
         names = partial(routing.step_metrics, self.policy.sparse, self.recipe.names)
-        row = StepMetrics(step, sums_norm, moments, names, known, batch.tokens, ideal, batch.lengths)
+        row = StepMetrics(step, sums_norm, moments, names, known, batch.tokens, ideal, Extras)
         self.rows.put(row)
         if self.case.export:
             self.versions.publish(step + 1, row.read)

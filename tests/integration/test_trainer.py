@@ -42,7 +42,7 @@ def test_two_ranks(run_training, tied_model, tmp_path):
     checkpoints, written beside the loop, are whole, and one rank goes on from them."""
     one, two = tmp_path / "one", tmp_path / "two"
     for directory in (one, two):
-        support.write_rollouts(directory, 3, samples=(7, 1, 6))
+        batches = support.write_rollouts(directory, 3, samples=(7, 1, 6))
     run_training(support.make_config(one, tied_model, max_steps=3, async_level=3))
 
     settings: dict[str, Any] = {"ckpt": {"interval": 2, "save_async": True}, "recovery_interval": 1, "async_level": 3}
@@ -62,12 +62,15 @@ def test_two_ranks(run_training, tied_model, tmp_path):
     assert list_steps(two / "checkpoints") == [2, 3]
 
     assert_close_metrics(two, one, 3, RL)
+    for step, samples in enumerate(batches):
+        support.assert_token_stats(two, step, two / "weights" / f"step_{step}" if step else tied_model, samples)
     verify_weights(two / "weights" / "step_3")
     assert_close_weights(two / "weights" / "step_3", one / "weights" / "step_3")
 
     run_training(support.make_config(two, tied_model, max_steps=3, async_level=3, ckpt={"resume_step": 2}))
     assert weights_manifest(two / "weights" / "step_3").incarnation == 1
     assert read_status(two).keys() == {"trainer"}
+    support.assert_token_stats(two, 2, two / "weights" / "step_2", batches[2])  # of fewer ranks than before
     assert_close_weights(two / "weights" / "step_3", one / "weights" / "step_3")
 
 

@@ -6,10 +6,12 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from conftest import make_tiny_model
 from prime_rl import wait
@@ -29,6 +31,7 @@ from prime_rl.trainer.sft import train as sft
 from prime_rl.trainer.source import find_model
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import Sample, write_batch
+from prime_rl.transport.token_stats import read_token_stats
 from prime_rl.transport.weights import weights_manifest
 
 VOCABULARY = 288
@@ -160,6 +163,20 @@ def write_rollouts(output_dir: Path, steps: int, samples: tuple[int, ...] = (6,)
     for step, batch in enumerate(batches):
         write_batch(output_dir / "rollouts", step, batch)
     return batches
+
+
+def assert_token_stats(run: Path, step: int, weights: Path, samples: list[Sample]) -> None:
+    """The files of a step have what transformers computes of each sampled token in float32, to half precision."""
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    stats = read_token_stats(run, step, pa.array([sample.sample_id for sample in samples])).to_pylist()
+    for sample, row in zip(samples, stats, strict=True):
+        ids, mask = torch.tensor(sample.input_ids), torch.tensor(sample.loss_mask)[1:]
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(ids[None]).logits[0, :-1] / sample.temperature, -1)
+        log_ratio = log_p.gather(1, ids[1:, None])[:, 0] - torch.tensor(sample.logprobs)[1:]
+        assert row["sample_id"] == sample.sample_id
+        assert row["log_ratios"] == pytest.approx(log_ratio[mask].tolist(), rel=1e-3, abs=1e-4)
+        assert row["entropies"] == pytest.approx(-(log_p.exp() * log_p).sum(-1)[mask].numpy(), rel=1e-3)
 
 
 def make_config(output_dir: Path, model: Path, **settings: object) -> TrainerConfig:

@@ -39,10 +39,10 @@ class ModelConfig(Section):
 
 
 class LogExtrasConfig(Section):
-    """Rollouts to read, and histograms. A trainer has histograms alone."""
+    """Rollouts, and histograms: of the orchestrator, to read; of the trainer, what it computed of their tokens."""
 
-    samples: bool = option(True, "A table of a few rollouts: prompt, completion, reward, advantage.")
-    distributions: bool = option(True, "Histograms: rewards, advantages, lengths.")
+    samples: bool = option(True, "A table of a few rollouts: of the trainer, means over the tokens of each.")
+    distributions: bool = option(True, "Histograms: rewards, advantages, lengths; of the trainer, mismatch, entropy.")
     interval: PositiveInt = option(10, "Steps between two.")
 
 

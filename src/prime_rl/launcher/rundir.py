@@ -33,6 +33,7 @@ _NAMED = tuple(f"{name}{end}" for name in _PROCESSES for end in (".jsonl", ".log
 _OF_NODES = "rl-*.toml", "trainer-*.log"
 _WRITTEN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("rollouts", "weights", "checkpoints", "recovery", "incarnations", "leases"), _COMMITTED),
+    "token_stats": _COMMITTED,
     **dict.fromkeys(("settings", "status", "nodes"), ("*.json", ".*.json.tmp-*")),
     **dict.fromkeys(("metrics", "configs"), (*_NAMED, *_OF_NODES)),
     "logs": (*_NAMED, *_OF_NODES, "envs", "wandb"),

@@ -18,6 +18,7 @@ from prime_rl.transport.commit import CommitError, list_steps, step_dir
 from prime_rl.transport.incarnations import read_incarnations
 from prime_rl.transport.rollouts import FILE, open_batch
 from prime_rl.transport.settings import LEDGER, running_processes
+from prime_rl.transport.token_stats import STATS, read_token_stats
 from prime_rl.transport.weights import weights_manifest
 
 _WRITTEN = ("configs", "metrics", "status", "rollouts", "weights", LEDGER)
@@ -121,8 +122,8 @@ class RunDirectory:
         return f"step {step} {why}: samples are kept of {len(steps)} steps, {steps[0]} to {steps[-1]}"
 
     def samples(self, step: int | None = None) -> pa.Table:
-        """Return the samples of a step (None: the newest), one a row, with the columns of docs/reference/files.md.
-        Raises UserError: there are none, or no more."""
+        """Return the samples of a step (None: the newest), one a row, with the columns of docs/reference/files.md; once
+        the step is trained, `log_ratios` and `entropies`, too. Raises UserError: there are none, or no more."""
         steps = self.steps
         step = steps[-1] if step is None and steps else step or 0
         if step not in steps:
@@ -130,7 +131,11 @@ class RunDirectory:
         with user_errors(f"samples of step {step}", CommitError, OSError):
             path = open_batch(step_dir(self.directory / "rollouts", step)).directory / FILE
             with pa.OSFile(str(path)) as file:
-                return pa.ipc.open_file(file).read_all()
+                table = pa.ipc.open_file(file).read_all()
+        stats = read_token_stats(self.directory, step, table["sample_id"])
+        for name in STATS:
+            table = table.append_column(name, stats[name].cast(pa.list_(pa.float32())))
+        return table
 
     @property
     def weights(self) -> Path:

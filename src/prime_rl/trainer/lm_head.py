@@ -133,16 +133,17 @@ def fused_token_loss(
     *,
     bias_V: Tensor | None = None,
     form: HeadForm = PLAIN,
+    stats_2N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `token_loss` of all tokens: loss [], differentiable once in hidden, weight and bias, and metric sums [M].
 
     Gradients are computed in forward, while a chunk's logits exist: three matrix products per chunk, not four. With
     `compiled`, `token_loss` and its gradient are compiled, once for all sizes: in eager mode their many operations on
-    [C] cost more than the logits.
+    [C] cost more than the logits. Log-probabilities and entropies are written into `stats_2N`, if it is given.
     """
     inv_t = form.fold(inv_temperature_N)
     return _FusedTokenLoss.apply(
-        hidden_NH, weight_VH, bias_V, labels_N, inv_t, streams_KN, token_loss, chunk, compiled, form.slope
+        hidden_NH, weight_VH, bias_V, labels_N, inv_t, streams_KN, token_loss, chunk, compiled, form.slope, stats_2N
     )
 
 
@@ -263,11 +264,14 @@ class _FusedTokenLoss(torch.autograd.Function):
         chunk: int,
         compiled: bool,
         slope: float | None,
+        stats_2N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         d_hidden, d_weight, d_bias = _make_gradients(hidden, *_trained(ctx, weight, bias))
         losses, sums = [], []
         for s, logits in _chunked_logits(hidden, weight, bias, chunk, slope):
             log_z, logprob, entropy = stats(logits, labels[s], inv_t[s])
+            if stats_2N is not None:
+                stats_2N[0, s], stats_2N[1, s] = logprob, entropy
             loss_of = _differentiated(token_loss, compiled and len(logprob) > 1)  # Dynamo specializes sizes 0 and 1
             loss, chunk_sums, d_logprob, d_entropy = loss_of(logprob, entropy, streams[:, s])
             losses.append(loss)
@@ -288,4 +292,4 @@ class _FusedTokenLoss(torch.autograd.Function):
             None if gradient is None else torch.mul(gradient, d_loss, out=torch.empty_like(gradient, dtype=ctx.dtype))
             for gradient in ctx.saved_tensors
         ]
-        return *scaled, *[None] * 7
+        return *scaled, *[None] * 8

@@ -191,9 +191,11 @@ class Policy(nn.Module):
         bias_V, form = self.lm.lm_head.bias, self.head_form
         if loss is None or isinstance(loss, SequenceLoss):
             values = logprob_entropy(*head, self.head_chunk, bias_V=bias_V, form=form)
+            if batch.token_stats is not None:
+                batch.token_stats.copy_(torch.stack(values).detach())
             return values if loss is None else loss(*values, batch.streams, *batch.documents())
         arguments = batch.streams, loss, self.head_chunk, self.compiled
-        return fused_token_loss(*head, *arguments, bias_V=bias_V, form=form)
+        return fused_token_loss(*head, *arguments, bias_V=bias_V, form=form, stats_2N=batch.token_stats)
 
     def own_logits(self, ids_T: Tensor) -> Tensor:
         """Return one document's logits [T, V] by the forward of `lm`, with the attention now set."""

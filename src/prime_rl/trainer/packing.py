@@ -18,6 +18,7 @@ from torch import Tensor
 from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import World, agree, sum_over_ranks
 from prime_rl.trainer.router_replay import Chosen, Routers, lay_out
+from prime_rl.trainer.token_stats import StepTokens
 from prime_rl.wait import LEAST_POLL_SECONDS, TaskThread
 
 Floats = npt.NDArray[np.float32]
@@ -54,6 +55,7 @@ class MicroBatch:
     inv_temperature: Tensor  # [L] float32
     streams: Tensor  # [K, L] float32
     experts: Tensor | None = None  # router replay: `router_replay.Chosen` [M, T, experts of each] int16
+    token_stats: Tensor | None = None  # [2, L] float32: the forward writes log-probabilities and entropies into it
 
     def documents(self) -> tuple[Tensor, int]:
         """The document of each loss token, [L] int64, and their number D."""
@@ -189,9 +191,11 @@ def pinned(batches: Sequence[MicroBatch], device: torch.device) -> list[MicroBat
     return [batch.map(Tensor.pin_memory) for batch in batches] if device.type == "cuda" else list(batches)
 
 
-def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Bring a micro-batch to the device. From pinned memory nothing waits for the copies."""
-    return batch.map(lambda tensor: tensor.to(device, non_blocking=True))
+def to_device(batch: MicroBatch, device: torch.device, sampled: StepTokens | None = None) -> MicroBatch:
+    """Bring a micro-batch to the device, the next one of those whose tokens `sampled` collects. From pinned memory
+    nothing waits for the copies."""
+    moved = batch.map(lambda tensor: tensor.to(device, non_blocking=True))
+    return moved if sampled is None else replace(moved, token_stats=sampled.room(len(batch.labels), device))
 
 
 @dataclass(frozen=True)
@@ -204,6 +208,7 @@ class StepData:
     metrics: dict[str, float] = field(default_factory=dict)  # for the step's row
     groups: list[Ints] = field(default_factory=list)  # by micro-batch: each document's in the step (`rl.data.grouped`)
     group_count: int = 0  # groups of the step, over all ranks
+    sampled: StepTokens | None = None  # of rollouts: this rank's
 
     @property
     def tokens(self) -> int:

@@ -4,7 +4,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -25,8 +25,6 @@ from prime_rl.trainer.lm_head import MAXIMA
 from prime_rl.trainer.parallel import Moment, ToHost, World, now, seconds
 from prime_rl.transport.commit import disk_errors, list_steps, step_dir
 from prime_rl.transport.weights import weights_manifest
-
-NO_EXTRAS = Extras()
 
 
 def stop_signal() -> Callable[[], bool]:
@@ -137,7 +135,7 @@ class Report:
         assert self._status is not None
         return self._status
 
-    def metrics(self, step: int, metrics: Mapping[str, float], extras: Extras) -> None:
+    def metrics(self, step: int, metrics: Mapping[str, float], extras: Callable[[], Extras]) -> None:
         """Record a step's numbers and print its line. Raises UserError if the disk is full."""
         self.more_metrics(step, metrics, extras)
         if self.main:
@@ -147,11 +145,11 @@ class Report:
             if not self._tenant:
                 self._region.draw_progress(step + 1, last, "steps", lambda: f", loss {metrics['loss/mean']:.4f}")
 
-    def more_metrics(self, step: int, metrics: Mapping[str, float], extras: Extras = NO_EXTRAS) -> None:
+    def more_metrics(self, step: int, metrics: Mapping[str, float], extras: Callable[[], Extras] = Extras) -> None:
         """Record numbers of a step that were not known yet when its line was printed."""
         if self._monitor is not None:
             with disk_errors(self.config.output_dir / "metrics"):
-                self._monitor.log(step, metrics, lambda: extras)
+                self._monitor.log(step, metrics, extras)
 
     def close(self, outcome: str, text: str) -> None:
         self._region.close()
@@ -176,7 +174,7 @@ class StepMetrics:
     known: Mapping[str, float]  # the metrics that the host knows already
     tokens: int  # of all ranks
     ideal: float | None  # seconds that the step's FLOP would take at the ranks' peak (None: not known)
-    lengths: Sequence[float]  # tokens of each sample, of all ranks
+    extras: Callable[[], Extras]
 
     def read(self) -> tuple[list[float], float]:
         """The sums over all ranks, and the gradient norm. The one place of a step where the host waits for the device;
@@ -253,6 +251,6 @@ class MetricRows:
                 "time/optimizer": seconds(graded, updated),
                 **row.known,
             },
-            Extras(distributions={"num_tokens": row.lengths}),
+            row.extras,
         )
         self.written = row.step

@@ -407,7 +407,10 @@ class SharedTrainer:
         for unit in policy.units:
             # Gathered copies must not outlive an update, which may come before the next micro-batches.
             unit.set_reshard_after_backward(True, recurse=False)
-        batches = [(to_device(batch, device), tenant.training.recipe.loss) for tenant, batch in parts]
+        batches = [
+            (to_device(batch, device, tenant.training.batch.sampled), tenant.training.recipe.loss)
+            for tenant, batch in parts
+        ]
         if not policy.slots.grouped:
             outcomes = []
             for (tenant, _), own in zip(parts, batches, strict=True):

@@ -16,7 +16,7 @@ from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.config.sft import FakeSFTData
 from prime_rl.config.shared import TRAINER_STEPS
 from prime_rl.config.trainer import ConstantScheduler, FakeData, WeightsConfig
-from prime_rl.monitor import read_status
+from prime_rl.monitor import Extras, read_status
 from prime_rl.monitor.monitor import bench_table
 from prime_rl.trainer import perf, router_replay, routing
 from prime_rl.trainer.ckpt import Checkpoints, Progress
@@ -43,6 +43,7 @@ from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.report import MetricRows, Named, Report, StepMetrics, stop_signal, sum_on_device
 from prime_rl.trainer.router_replay import Routers
 from prime_rl.trainer.source import Source, locate_model
+from prime_rl.trainer.token_stats import StepTokens, TokenStatsFiles
 from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype, published_bytes, uses_memory
 from prime_rl.transport.checkpoints import trainer_is_alone
 from prime_rl.transport.commit import step_dir
@@ -138,6 +139,8 @@ class Training:
             on_committed=lambda version, times: self.report.more_metrics(version - 1, times),
         )
         self.exit_stack.callback(self.versions.close)
+        self.token_stats = TokenStatsFiles(config.output_dir, world, config.dist_timeout)
+        self.exit_stack.callback(self.token_stats.close)
         self.report.open()
         if not config.bench:
             self.report.phase("committing the starting weights")
@@ -203,9 +206,14 @@ class Training:
             "progress/total_samples": progress.samples,
         }
         ideal = perf.ideal_seconds(self.costs.of(batch.lengths).sum(), world)
+        extras = partial(Extras, distributions={"num_tokens": batch.lengths})
+        if batch.sampled is not None:
+            batch.sampled.send()
+            self.token_stats.put(step, batch.sampled)
+            extras = partial(batch.sampled.extras, batch.lengths)
         sums_norm = sum_on_device(world, sums, norm)
         routing.update_biases(self.policy.sparse, sums, config.model.moe_bias_update)
-        row = StepMetrics(step, sums_norm, moments, self._names, metrics, batch.tokens, ideal, batch.lengths)
+        row = StepMetrics(step, sums_norm, moments, self._names, metrics, batch.tokens, ideal, extras)
         self.rows.put(row)
 
         kind, weights, self._saving = self.checkpoints.due(step + 1), None, 0.0
@@ -292,7 +300,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
             balance = config.model.moe_aux_loss  # times the mean over layers and tokens
             for block in policy.sparse if balance else ():
                 block.router.loss_scale.fill_(balance / len(policy.sparse) / batch.tokens)
-            training.update(forward_backward(policy, batch.batches, recipe.loss, world), begun)
+            training.update(forward_backward(policy, batch.batches, recipe.loss, world, batch.sampled), begun)
         training.commit_last()
         training.finish()
     close_world()
@@ -325,12 +333,17 @@ def bench_config(config: C) -> C:
 
 
 def forward_backward(
-    policy: Policy, batches: Sequence[MicroBatch], loss_of: TokenLoss | SequenceLoss, world: World
+    policy: Policy,
+    batches: Sequence[MicroBatch],
+    loss_of: TokenLoss | SequenceLoss,
+    world: World,
+    sampled: StepTokens | None = None,
 ) -> Tensor:
     """Compute the gradients of the summed losses of this rank's micro-batches. Every rank must pass as many of them.
 
     The streams must already be divided by the global counts: gradients are summed over micro-batches and ranks, never
-    averaged. Returns this rank's metric sums (of experts: `routing.step_metrics`) on the device, without a sync.
+    averaged. `sampled` collects their tokens. Returns this rank's metric sums (of experts: `routing.step_metrics`) on
+    the device, without a sync.
     """
     total = None
     for i, host in enumerate(batches):
@@ -339,7 +352,7 @@ def forward_backward(
             # Where weights stay gathered after forward, they stay until the step's last backward.
             unit.set_reshard_after_backward(policy.frees_weights or is_last, recurse=False)
             unit.set_requires_all_reduce(is_last, recurse=False)  # replicas exchange what all micro-batches add up to
-        loss, sums = policy(to_device(host, world.device), loss_of)
+        loss, sums = policy(to_device(host, world.device, sampled), loss_of)
         if policy.sparse:
             sums = torch.cat([*(block.experts.count_F for block in policy.sparse), sums])
         loss.backward()

@@ -15,6 +15,7 @@ from prime_rl.errors import UserError
 from prime_rl.monitor.run_directory import RunDirectory
 from prime_rl.transport.commit import list_steps, step_dir
 from prime_rl.transport.rollouts import FILE, SCHEMA, Sample, open_batch
+from prime_rl.transport.token_stats import STATS, read_token_stats
 
 PAGE = 50  # rows
 ROUNDING = 5e-4  # of the rewards that the page shows, which are given as filters
@@ -113,7 +114,7 @@ class StepSamples:
 
     def __init__(self, run: Path, step: int) -> None:
         """Raises UserError: the step is not committed yet, or was removed. Raises CommitError: it is damaged."""
-        directory = step_dir(run / "rollouts", step)
+        self._run, directory = run, step_dir(run / "rollouts", step)
         if not directory.exists():
             raise UserError(RunDirectory(run).absence(step))
         self._batch = open_batch(directory, check_bytes=False)
@@ -166,6 +167,12 @@ class StepSamples:
         streams = {name: np.asarray(stream) for name in _STREAMS if (stream := getattr(sample, name)) is not None}
         if "ref_logprobs" in streams:
             streams["ref_log_ratio"] = np.where(mask, streams["ref_logprobs"] - streams["logprobs"], 0.0)
+        stats, places = read_token_stats(self._run, self._batch.step, [sample.sample_id]), np.flatnonzero(mask[1:]) + 1
+        for name in STATS:
+            values = stats[name][0].values
+            if values is not None and len(values) == len(places):
+                streams[name] = np.zeros(len(ids))
+                streams[name][places] = np.nan_to_num(values.to_numpy())
         return self._facts(row, sample) | {
             "step": self._batch.step,
             "temperature": round(float(sample.temperature), 4),

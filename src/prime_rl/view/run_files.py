@@ -52,7 +52,7 @@ class RunFiles:
     def summary(self, params: Params) -> dict[str, Any]:
         """Return what the page asks for every few seconds. `pulse` changes when the run's files do."""
         state, sentence, text = doctor.report(self.run)
-        files = ("rollouts", "metrics/*.jsonl", LEDGER, f"evals/{REPORT}")
+        files = ("rollouts", "token_stats", "metrics/*.jsonl", LEDGER, f"evals/{REPORT}")
         keys = {process: set[str]().union(*self.run.rows(process).values()) - {"step"} for process in PROCESSES}
         return {
             "name": self.name,

@@ -66,7 +66,9 @@ def test_scale_cap_and_bias_equal_those_of_full_logits(form, biased, chunk, toke
     streams[1] = of_full[0].detach() + 0.5 * torch.randn(20, dtype=dtype, generator=draw)
     streams[2:4] = torch.randn(2, 20, dtype=dtype, generator=draw)
     want, two = (token_loss(*values, streams) for values in (of_full, of_chunks))
-    one = fused_token_loss(*head, streams, token_loss, chunk, bias_V=bias, form=form)
+    token_stats = torch.empty(2, 20, dtype=dtype)
+    one = fused_token_loss(*head, streams, token_loss, chunk, bias_V=bias, form=form, stats_2N=token_stats)
+    torch.testing.assert_close(token_stats, torch.stack(of_full), atol=tolerance, rtol=tolerance)
     want_grads = torch.autograd.grad(3 * want[0], leaves)
     for loss, sums in (one, two):
         got = loss, sums, *torch.autograd.grad(3 * loss, leaves)

@@ -6,6 +6,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
@@ -27,6 +29,7 @@ from prime_rl.trainer.shared_training import FairQueue, SharedTrainer, SlotPolic
 from prime_rl.trainer.source import find_model
 from prime_rl.transport import tenants
 from prime_rl.transport.tenants import tenant_dir
+from prime_rl.transport.token_stats import STATS, read_token_stats
 from support import trainer as support
 
 world, tied_model, run_training = support.world, support.tied_model, support.run_training
@@ -131,6 +134,14 @@ def test_a_tenant_trains_as_if_alone(alone, deploy):
     assert row["tenant/queued"] >= 0
 
 
+def stats_of(run: Path, step: int) -> np.ndarray:
+    """Log ratio and entropy of every token of a step."""
+    ids = [f"{step}-{number}" for number in range(6)]
+    stats = read_token_stats(run, step, pa.array(ids))
+    assert stats["sample_id"].to_pylist() == ids
+    return np.array([stats[name].combine_chunks().flatten().to_numpy() for name in STATS])
+
+
 def test_steps_that_are_computed_together(
     alone: Callable[..., dict[int, str]],
     deploy: Callable[..., Deployment],
@@ -138,7 +149,7 @@ def test_steps_that_are_computed_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Contract: grouped, as on GPUs, several micro-batches at a time give what each tenant gets alone, to rounding; a
-    failure of what is computed together ends those memberships, and the next ones train."""
+    failure of what is computed together ends those memberships, and the next ones train. Each has its own tokens."""
     alone(ALICE), alone(BOB)
     one = deploy()
     one.trainer.policy.slots.grouped = True
@@ -159,6 +170,9 @@ def test_steps_that_are_computed_together(
     assert one.run_to_the_end() == {"alice": "finished", "bob": "finished"}
     assert max(map(len, parts)) > 1
     for directory, settings in zip(directories, (ALICE, BOB), strict=True):
+        for step in range(settings["max_steps"]):
+            want, got = (stats_of(root, step) for root in (tmp_path / f"alone-{settings['seed']}", directory))
+            np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-2)
         file = Path("weights", f"step_{settings['max_steps']}", "adapter_model.safetensors")
         want, got = (load_file(root / file) for root in (tmp_path / f"alone-{settings['seed']}", directory))
         for name, tensor in want.items():

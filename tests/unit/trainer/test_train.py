@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -21,6 +22,7 @@ from prime_rl.errors import UserError
 from prime_rl.trainer import attention
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import Sample, write_batch
+from prime_rl.transport.token_stats import read_token_stats
 from prime_rl.wait import WaitTimeout
 from support import trainer as support
 from support.trainer import hashes, metrics
@@ -67,6 +69,39 @@ def test_first_step_values(run_training, tied_model, tmp_path, heard):
     assert names | {"time/forward_backward", "time/export"} <= row.keys()
     assert row["progress/total_tokens"] == sum(len(sample.input_ids) for sample in samples)
     assert heard.text.count("step 0/3 | loss") == 1
+
+
+@pytest.mark.parametrize("loss", [{}, {"type": "gspo", "clip_low": 0.1, "clip_high": 0.1}], ids=["tokens", "sequences"])
+def test_tokens_of_a_step(loss, run_training, tied_model, tmp_path):
+    """Contract: log ratio and entropy of every sampled token of each step are kept, and shown by trackers."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    batches = support.write_rollouts(tmp_path, 2)
+    odd = replace(batches[1][0], ce_weight=[1.0] * len(batches[1][0].input_ids))  # trains its prompt, too
+    shutil.rmtree(tmp_path / "rollouts" / "step_1")
+    write_batch(tmp_path / "rollouts", 1, [odd, *batches[1][1:]])
+    monitor = {"tensorboard": {"log_extras": {"interval": 1}}}
+    run_training(support.make_config(tmp_path, tied_model, max_steps=2, loss=loss, monitor=monitor))
+    for step, weights in enumerate([tied_model, tmp_path / "weights" / "step_1"]):
+        support.assert_token_stats(tmp_path, step, weights, batches[step])
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "trainer"))
+    events.Reload()
+    shown = {name: make_ndarray(events.Tensors(name)[0].tensor_proto) for name in events.Tags()["tensors"]}
+    stats = read_token_stats(tmp_path, 0, pa.array([sample.sample_id for sample in batches[0]]))
+    for name, column in (("log_ratio", "log_ratios"), ("entropy", "entropies")):
+        values, histogram = stats[column].combine_chunks().flatten().to_numpy(), shown[f"distributions/{name}"]
+        assert histogram[:, 2].sum() == len(values)
+        assert histogram[[0, -1], [0, 1]] == pytest.approx([values.min(), values.max()], rel=1e-3)
+    header, *rows = shown["samples"].astype(str).tolist()
+    table = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+    for sample, row in zip(batches[0], stats.to_pylist(), strict=True):
+        ratio = np.array(row["log_ratios"], dtype=np.float64)
+        means = {"log_ratio": ratio, "mismatch_kl": np.exp(ratio) - ratio - 1, "entropy": row["entropies"],
+                 "logprob": ratio + np.array(sample.logprobs)[sample.loss_mask]}  # fmt: skip
+        assert {name: float(table[sample.sample_id][name]) for name in means} == pytest.approx(
+            {name: np.mean(values) for name, values in means.items()}, rel=1e-2, abs=1e-3
+        )
 
 
 @pytest.mark.parametrize("resume_step", [2, -1])

@@ -16,6 +16,7 @@ from prime_rl.trainer.packing import LONGEST, Document, Ints, MicroBatch, OnWait
 from prime_rl.trainer.parallel import World, sum_over_ranks
 from prime_rl.trainer.router_replay import Routers, chosen_experts
 from prime_rl.trainer.source import Source
+from prime_rl.trainer.token_stats import SampleRow, StepTokens
 from prime_rl.transport.commit import list_steps, step_dir, subject_of
 from prime_rl.transport.rollouts import Sample, open_batch
 from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout
@@ -67,15 +68,22 @@ class RolloutData(PolicyData):
         if len(batch) == 0:
             raise UserError(f"{batch.directory} holds no samples")
 
+        rows = list[SampleRow]()
+
         def documents(wanted: list[int]) -> Iterator[Document]:
             for sample in batch.rows(wanted):
                 check_tokens(sample, self.vocabulary)
+                own = np.flatnonzero(np.asarray(sample.loss_mask)[1:]) + 1
+                advantage = float(np.asarray(sample.advantages)[own].mean()) if own.size else 0.0
+                rows.append(SampleRow(sample.sample_id, sample.env, own.size, sample.reward, advantage))
                 yield document(sample, self.config.loss.kl_coef > 0, self.routers)
 
         lengths, by_group = batch.lengths.tolist(), self.config.loss.normalization == "group"
         mine, batches = self.pack(lengths, self.config.seq_len, len(STREAMS), documents)
         group_of = batch.group_ids() if by_group else range(len(lengths))
-        return grouped(StepData(batches, lengths, len(lengths)), group_of, mine)
+        mask, logprobs = np.concatenate([one.streams[:2].numpy() for one in batches], 1)
+        sampled = StepTokens(rows, mask > 0, logprobs[mask > 0])
+        return grouped(StepData(batches, lengths, len(lengths), sampled=sampled), group_of, mine)
 
 
 class FakeSamples(PolicyData):
