@@ -7,8 +7,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from prime_rl.transport.rollouts import open_batch
+from prime_rl.transport.token_stats import write_token_stats
 from support.browser import CHROMIUM, Page, browser
 from support.viewing import make_run, metric_lines
 
@@ -64,6 +67,17 @@ async def test_every_view(url: str, run: Path, tmp_path: Path) -> None:
         await page.until(
             "[...document.querySelectorAll('.tokens span')].filter((one) => one.style.background).length > 5"
         )
+        await page.open(f"{url}#rollouts?step=3&row=4&show=tokens&by=log_ratios")
+        await page.until("!!document.querySelector('.tokens span')")
+        assert "mismatch" not in await page.evaluate(MAIN)
+        (sample,) = open_batch(run / "rollouts" / "step_3").rows([4])
+        count = int(np.sum(sample.loss_mask))
+        write_token_stats(run, 3, 0, [sample.sample_id], [count], np.linspace([-0.5, 0], [0.4, 1], count).T)
+        await shows(page, "mismatch: log ratio, trainer to sampler", "\u22120.5")
+        colors = "[...document.querySelectorAll('.tokens span')].map((one) => one.style.background).filter(Boolean)"
+        await page.until(f"{colors}.length === {count}")
+        shades = await page.evaluate(colors)
+        assert ("--neg" in shades[0], "--pos" in shades[-1]) == (True, True)
         await page.open(f"{url}#rollouts?step=0")
         await shows(page, "step 0 was removed: samples are kept of 2 steps, 2 to 3")
         await page.open(f"{url}#rollouts?list=episodes")
@@ -121,6 +135,8 @@ async def test_one_file(run: Path, tmp_path: Path) -> None:
         await shows(page, "task-30", "äöü <b>0")
         await page.open(f"{path.as_uri()}#curves?low=1&high=2")
         await page.until("document.querySelectorAll('svg path').length >= 3")
+        await page.open(f"{path.as_uri()}#rollouts?step=2&row=0&show=tokens&by=log_ratios")
+        await shows(page, "mismatch: log ratio, trainer to sampler", "äöü", "\u22120.25")
         for view, text in (("time", "Trainer, seconds"), ("ledger", "dropped: stale"), ("config", "max_steps")):
             await page.open(f"{path.as_uri()}#{view}")
             await shows(page, text)

@@ -7,6 +7,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from prime_rl.transport.rollouts import Sample, write_batch
+from prime_rl.transport.token_stats import write_token_stats
 from support.ledgers import ScriptedLedger, finish_group
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-reverse"
@@ -39,7 +40,8 @@ def chat_sample(number: int, reply: str, reward: float, env: str = "reverse-text
 
 
 def make_run(path: Path, steps: int = 4) -> Path:
-    """Write metrics of `steps` steps, samples of the last two, a ledger, a config, logs."""
+    """Write metrics of `steps` steps, samples of the last two, of which only the first is trained, a ledger, a config,
+    logs."""
     for name in ("metrics", "configs", "logs", "incarnations", "evals"):
         (path / name).mkdir(parents=True)
     rewards = [json.dumps({"step": step, "time": 1e9 + step, "reward/mean": step / steps}) for step in range(steps)]
@@ -52,7 +54,12 @@ def make_run(path: Path, steps: int = 4) -> Path:
     call = '<tool_call>{"name": "look"}</tool_call>'
     for step in range(steps - 2, steps):
         samples = [chat_sample(step * 10 + number, f"{call}äöü <b>{number}", number / 20) for number in range(20)]
-        write_batch(path / "rollouts", step, [*samples, chat_sample(step * 10 + 99, "other", 1.0, "wordle")])
+        samples.append(chat_sample(step * 10 + 99, "other", 1.0, "wordle"))
+        write_batch(path / "rollouts", step, samples)
+        if step < steps - 1:  # the last one is not trained yet
+            tokens = [int(np.sum(sample.loss_mask)) for sample in samples]
+            stats = np.tile(np.linspace(-0.25, 0.5, sum(tokens)), (2, 1))
+            write_token_stats(path, step, 0, [sample.sample_id for sample in samples], tokens, stats)
     ledger = ScriptedLedger(path / "ledger.sqlite")
     trained = finish_group(ledger, 0)
     finish_group(ledger, 1, size=1)

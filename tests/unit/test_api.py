@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from safetensors.torch import save_file
 
@@ -18,6 +19,7 @@ from prime_rl.errors import UserError
 from prime_rl.launcher.supervise import RunOutcome
 from prime_rl.transport.commit import stage, step_dir
 from prime_rl.transport.rollouts import Sample, write_batch
+from prime_rl.transport.token_stats import write_token_stats
 from prime_rl.transport.weights import ADAPTER_CONFIG, PublisherAddress, manifest_extra, write_base_version
 from support.committing import commit_weights
 from support.processes import REPOSITORY
@@ -143,7 +145,9 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path, place: str) -> None:
     assert opened.evals.to_pylist() == [{"step": 0, "eval/e/avg@1": 0.25}]
     assert opened.steps == [1, 2]
     assert opened.samples()["reward"].to_pylist() == [0.0, 2.0]
-    assert opened.samples(step=1)["sample_id"].to_pylist() == ["1.0", "1.1"]
+    write_token_stats(directory, 1, 0, ["1.1"], [1], np.array([[0.25], [2.0]]))
+    trained = opened.samples(step=1).select(["sample_id", "log_ratios", "entropies"])
+    assert [[*row.values()] for row in trained.to_pylist()] == [["1.0", None, None], ["1.1", [0.25], [2.0]]]
     with pytest.raises(UserError, match="step 0 was removed: samples are kept of 2 steps, 1 to 2"):
         opened.samples(step=0)
     file = directory / "rollouts" / "step_1" / "samples.arrow"

@@ -32,8 +32,8 @@ _COMMITTED = ("step_*", ".step_*", "given_up_*", ".given_up_*", "*.json", ".*.js
 _NAMED = tuple(f"{name}{end}" for name in _PROCESSES for end in (".jsonl", ".log", ".*.log", ".toml"))
 _OF_NODES = "rl-*.toml", "trainer-*.log"
 _WRITTEN: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("rollouts", "weights", "checkpoints", "recovery", "incarnations", "leases"), _COMMITTED),
-    "token_stats": _COMMITTED,
+    **dict.fromkeys(("rollouts", "token_stats", "weights", "checkpoints", "recovery"), _COMMITTED),
+    **dict.fromkeys(("incarnations", "leases"), _COMMITTED),
     **dict.fromkeys(("settings", "status", "nodes"), ("*.json", ".*.json.tmp-*")),
     **dict.fromkeys(("metrics", "configs"), (*_NAMED, *_OF_NODES)),
     "logs": (*_NAMED, *_OF_NODES, "envs", "wandb"),

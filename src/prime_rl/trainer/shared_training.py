@@ -407,10 +407,8 @@ class SharedTrainer:
         for unit in policy.units:
             # Gathered copies must not outlive an update, which may come before the next micro-batches.
             unit.set_reshard_after_backward(True, recurse=False)
-        batches = [
-            (to_device(batch, device, tenant.training.batch.sampled), tenant.training.recipe.loss)
-            for tenant, batch in parts
-        ]
+        members = [(tenant.training, batch) for tenant, batch in parts]
+        batches = [(to_device(batch, device, own.batch.sampled), own.recipe.loss) for own, batch in members]
         if not policy.slots.grouped:
             outcomes = []
             for (tenant, _), own in zip(parts, batches, strict=True):

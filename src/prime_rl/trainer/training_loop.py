@@ -43,10 +43,11 @@ from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.report import MetricRows, Named, Report, StepMetrics, stop_signal, sum_on_device
 from prime_rl.trainer.router_replay import Routers
 from prime_rl.trainer.source import Source, locate_model
-from prime_rl.trainer.token_stats import StepTokens, TokenStatsFiles
+from prime_rl.trainer.token_stats import StepTokens
 from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype, published_bytes, uses_memory
 from prime_rl.transport.checkpoints import trainer_is_alone
 from prime_rl.transport.commit import step_dir
+from prime_rl.wait import TaskThread
 
 Config = TrainerConfig | SFTConfig
 C = TypeVar("C", TrainerConfig, SFTConfig)
@@ -139,7 +140,7 @@ class Training:
             on_committed=lambda version, times: self.report.more_metrics(version - 1, times),
         )
         self.exit_stack.callback(self.versions.close)
-        self.token_stats = TokenStatsFiles(config.output_dir, world, config.dist_timeout)
+        self.token_stats = TaskThread("token-stats", "the disk", config.dist_timeout)
         self.exit_stack.callback(self.token_stats.close)
         self.report.open()
         if not config.bench:
@@ -209,7 +210,9 @@ class Training:
         extras = partial(Extras, distributions={"num_tokens": batch.lengths})
         if batch.sampled is not None:
             batch.sampled.send()
-            self.token_stats.put(step, batch.sampled)
+            self.token_stats.results(wait=False)  # forgets what is written
+            write = partial(batch.sampled.write, config.output_dir, step, world.rank)
+            self.token_stats.submit(f"token_stats/step_{step}", write)
             extras = partial(batch.sampled.extras, batch.lengths)
         sums_norm = sum_on_device(world, sums, norm)
         routing.update_biases(self.policy.sparse, sums, config.model.moe_bias_update)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prime_rl.transport.commit import disk_errors, step_dir, write_atomically
+from prime_rl.transport.commit import step_dir, write_atomically
 
 STATS = ("log_ratios", "entropies")
 _SCHEMA = pa.schema([("sample_id", pa.string()), *((name, pa.list_(pa.float16())) for name in STATS)])
@@ -24,16 +24,15 @@ _SCHEMA = pa.schema([("sample_id", pa.string()), *((name, pa.list_(pa.float16())
 def write_token_stats(
     run: Path, step: int, rank: int, sample_ids: Sequence[str], tokens: Sequence[int], values: npt.NDArray[Any]
 ) -> None:
-    """Commit the samples of a rank, of so many `tokens` each; `values` [stats, all tokens]. Raises UserError if the
-    disk is full."""
+    """Commit the samples of a rank, of so many `tokens` each; `values` [stats, all tokens]. Raises UserError or OSError
+    if they cannot be written."""
     path = step_dir(run / "token_stats", step) / f"rank_{rank}.arrow"
     offsets = pa.array(np.cumsum([0, *tokens]), pa.int32())
     lists = [pa.ListArray.from_arrays(offsets, pa.array(row.astype(np.float16))) for row in values]
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, _SCHEMA) as writer:
         writer.write_table(pa.table([pa.array(sample_ids, pa.string()), *lists], schema=_SCHEMA))
-    with disk_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, sink.getvalue().to_pybytes())
 
 

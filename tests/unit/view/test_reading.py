@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from prime_rl.errors import UserError
@@ -46,6 +47,24 @@ def test_a_sample(run: RunFiles) -> None:
     } == {len(sample["ids"])}
     assert "".join(sample["texts"]) == Decoder(MODEL / "tokenizer.json").text(sample["ids"])
     assert (sample["advantage"], sample["policy_versions"]) == (-0.2, [2, 3])
+
+
+def test_what_the_trainer_computed(run: RunFiles) -> None:
+    """Contract: its values stand at the sampled tokens of their sample, once its step is trained and as long as they
+    can be read."""
+
+    def streams(step: int, row: int) -> tuple[list[float], dict[str, list[float]]]:
+        sample = answer(run, "sample", {"step": str(step), "row": str(row)})
+        values = sample["streams"].get("log_ratios", [])
+        return [value for value, one in zip(values, sample["mask"], strict=False) if one], sample["streams"]
+
+    every = [value for row in range(21) for value in streams(2, row)[0]]
+    assert every == pytest.approx(np.linspace(-0.25, 0.5, len(every)), abs=1e-3)
+    assert np.count_nonzero(streams(2, 0)[1]["log_ratios"]) == len(streams(2, 0)[0])
+    assert "log_ratios" not in streams(3, 0)[1]
+    path = run.path / "token_stats" / "step_2" / "rank_0.arrow"
+    path.write_bytes(path.read_bytes()[:-50])
+    assert "log_ratios" not in streams(2, 0)[1]
 
 
 @pytest.mark.parametrize(

@@ -400,8 +400,9 @@ function sampleView(sample, run) {
     fact("group", FILE ? sample.group_id : h("a", { href: link("rollouts", { run: run || "", step: sample.step, group: sample.group_id,
       sort: address().params.sort, back: address().params.back || location.hash }) },
       `${sample.group_id}: all attempts`)), fact("sample", sample.sample_id));
-  const own = { logprobs: "log-probability", advantages: "advantage", ref_log_ratio: "log ratio, reference to sampler", rl_weight: "RL weight",
-    ce_weight: "CE weight", ref_kl_weight: "reference weight" };
+  const own = { logprobs: "log-probability", log_ratios: "mismatch: log ratio, trainer to sampler", entropies: "entropy",
+    advantages: "advantage", ref_log_ratio: "log ratio, reference to sampler", rl_weight: "RL weight", ce_weight: "CE weight",
+    ref_kl_weight: "reference weight" };
   const streams = Object.keys(own).filter((name) => sample.streams[name]);
   const view = address().params.show || "conversation", by = streams.includes(address().params.by) ? address().params.by : "logprobs";
   const bar = h("div.bar", null, segments("show", [["conversation", "Conversation"], ["tokens", "Tokens"]], "show"),
