@@ -73,7 +73,7 @@ async def test_every_view(url: str, run: Path, tmp_path: Path) -> None:
         (sample,) = open_batch(run / "rollouts" / "step_3").rows([4])
         count = int(np.sum(sample.loss_mask))
         write_token_stats(run, 3, 0, [sample.sample_id], [count], np.linspace([-0.5, 0], [0.4, 1], count).T)
-        await shows(page, "mismatch: log ratio, trainer to sampler", "\u22120.5")
+        await shows(page, "mismatch to the sampler", "\u22120.5")
         colors = "[...document.querySelectorAll('.tokens span')].map((one) => one.style.background).filter(Boolean)"
         await page.until(f"{colors}.length === {count}")
         shades = await page.evaluate(colors)
@@ -136,7 +136,7 @@ async def test_one_file(run: Path, tmp_path: Path) -> None:
         await page.open(f"{path.as_uri()}#curves?low=1&high=2")
         await page.until("document.querySelectorAll('svg path').length >= 3")
         await page.open(f"{path.as_uri()}#rollouts?step=2&row=0&show=tokens&by=log_ratios")
-        await shows(page, "mismatch: log ratio, trainer to sampler", "äöü", "\u22120.25")
+        await shows(page, "mismatch to the sampler", "äöü", "\u22120.25")
         for view, text in (("time", "Trainer, seconds"), ("ledger", "dropped: stale"), ("config", "max_steps")):
             await page.open(f"{path.as_uri()}#{view}")
             await shows(page, text)

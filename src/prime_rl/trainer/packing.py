@@ -18,7 +18,7 @@ from torch import Tensor
 from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import World, agree, sum_over_ranks
 from prime_rl.trainer.router_replay import Chosen, Routers, lay_out
-from prime_rl.trainer.token_stats import StepTokens
+from prime_rl.trainer.step_tokens import StepTokens
 from prime_rl.wait import LEAST_POLL_SECONDS, TaskThread
 
 Floats = npt.NDArray[np.float32]

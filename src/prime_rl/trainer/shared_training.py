@@ -407,8 +407,8 @@ class SharedTrainer:
         for unit in policy.units:
             # Gathered copies must not outlive an update, which may come before the next micro-batches.
             unit.set_reshard_after_backward(True, recurse=False)
-        members = [(tenant.training, batch) for tenant, batch in parts]
-        batches = [(to_device(batch, device, own.batch.sampled), own.recipe.loss) for own, batch in members]
+        trainings = [(tenant.training, batch) for tenant, batch in parts]
+        batches = [(to_device(batch, device, own.batch.sampled), own.recipe.loss) for own, batch in trainings]
         if not policy.slots.grouped:
             outcomes = []
             for (tenant, _), own in zip(parts, batches, strict=True):

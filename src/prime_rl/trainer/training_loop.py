@@ -43,7 +43,7 @@ from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.report import MetricRows, Named, Report, StepMetrics, stop_signal, sum_on_device
 from prime_rl.trainer.router_replay import Routers
 from prime_rl.trainer.source import Source, locate_model
-from prime_rl.trainer.token_stats import StepTokens
+from prime_rl.trainer.step_tokens import StepTokens
 from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype, published_bytes, uses_memory
 from prime_rl.transport.checkpoints import trainer_is_alone
 from prime_rl.transport.commit import step_dir

@@ -167,12 +167,13 @@ class StepSamples:
         streams = {name: np.asarray(stream) for name in _STREAMS if (stream := getattr(sample, name)) is not None}
         if "ref_logprobs" in streams:
             streams["ref_log_ratio"] = np.where(mask, streams["ref_logprobs"] - streams["logprobs"], 0.0)
-        stats, places = read_token_stats(self._run, self._batch.step, [sample.sample_id]), np.flatnonzero(mask[1:]) + 1
+        stats = read_token_stats(self._run, self._batch.step, [sample.sample_id])
+        trained = np.flatnonzero(mask[1:]) + 1
         for name in STATS:
             values = stats[name][0].values
-            if values is not None and len(values) == len(places):
+            if values is not None and len(values) == len(trained):
                 streams[name] = np.zeros(len(ids))
-                streams[name][places] = np.nan_to_num(values.to_numpy())
+                streams[name][trained] = np.nan_to_num(values.to_numpy())
         return self._facts(row, sample) | {
             "step": self._batch.step,
             "temperature": round(float(sample.temperature), 4),

@@ -16,7 +16,7 @@ from prime_rl.trainer.packing import LONGEST, Document, Ints, MicroBatch, OnWait
 from prime_rl.trainer.parallel import World, sum_over_ranks
 from prime_rl.trainer.router_replay import Routers, chosen_experts
 from prime_rl.trainer.source import Source
-from prime_rl.trainer.token_stats import SampleRow, StepTokens
+from prime_rl.trainer.step_tokens import SampleRow, StepTokens
 from prime_rl.transport.commit import list_steps, step_dir, subject_of
 from prime_rl.transport.rollouts import Sample, open_batch
 from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout

@@ -400,7 +400,7 @@ function sampleView(sample, run) {
     fact("group", FILE ? sample.group_id : h("a", { href: link("rollouts", { run: run || "", step: sample.step, group: sample.group_id,
       sort: address().params.sort, back: address().params.back || location.hash }) },
       `${sample.group_id}: all attempts`)), fact("sample", sample.sample_id));
-  const own = { logprobs: "log-probability", log_ratios: "mismatch: log ratio, trainer to sampler", entropies: "entropy",
+  const own = { logprobs: "log-probability", log_ratios: "mismatch to the sampler", entropies: "entropy",
     advantages: "advantage", ref_log_ratio: "log ratio, reference to sampler", rl_weight: "RL weight", ce_weight: "CE weight",
     ref_kl_weight: "reference weight" };
   const streams = Object.keys(own).filter((name) => sample.streams[name]);

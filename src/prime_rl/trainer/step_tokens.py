@@ -17,7 +17,6 @@ from prime_rl.trainer.parallel import ToHost
 from prime_rl.transport.token_stats import write_token_stats
 
 _SAMPLES_SHOWN = 32  # of a step
-_MOST = 22.0  # as in `loss.token_sums`
 
 
 class SampleRow(NamedTuple):
@@ -73,11 +72,11 @@ class StepTokens:
     def extras(self, lengths: Sequence[float]) -> Extras:
         """Return what trackers may show: samples and tokens of this rank, and the lengths of every rank's samples."""
         (log_ratio, entropy), table = self.values, []
-        ends = np.cumsum([row.tokens for row in self.rows], dtype=np.int64)
+        stops = np.cumsum([row.tokens for row in self.rows], dtype=np.int64)
         for number in range(0, len(self.rows), -(-len(self.rows) // _SAMPLES_SHOWN) or 1):
             if (tokens := self.rows[number].tokens) > 0:
-                own = slice(ends[number] - tokens, ends[number])
-                ratio = log_ratio[own].clip(-_MOST, _MOST)
+                own = slice(stops[number] - tokens, stops[number])
+                ratio = log_ratio[own].clip(-22, 22)  # as in `loss.token_sums`
                 each = self._logprobs[own] + ratio, ratio, np.expm1(ratio) - ratio, entropy[own]
                 table.append((*self.rows[number], *(float(f"{one.mean():.4g}") for one in each)))
         finite = self.values[:, np.isfinite(self.values).all(0)]
