@@ -1,8 +1,8 @@
 """What the trainer computed of each sampled token, to be looked at: `token_stats/step_n`, one Arrow IPC file a rank.
 
-A row is a sample, its lists have one entry for each token of the loss mask but a sample's first. Nothing depends on
-these files: one may be missing, and a step that is trained again replaces its own. They hold the policy's log ratio to
-the sampler, not its log-probability: near 0 half precision keeps what differs between the two.
+A row is a sample, its lists have one entry for each token of the loss mask, never for its first token. Nothing depends
+on these files: one may be missing, and a step that is trained again replaces its own. They hold the policy's log ratio
+to the sampler, not its log-probability: near 0 half precision keeps what differs between the two.
 """
 
 from collections.abc import Sequence
