@@ -40,10 +40,10 @@ class StepTokens:
     """
 
     def __init__(
-        self, rows: Sequence[SampleRow], sampled: npt.NDArray[np.bool_], logprobs: npt.NDArray[np.float32]
+        self, rows: Sequence[SampleRow], mask: npt.NDArray[np.bool_], logprobs: npt.NDArray[np.float32]
     ) -> None:
-        """`sampled` [L]: which of the step's loss tokens were sampled; `logprobs` [N]: the sampler's of these."""
-        self.rows, self._sampled, self._logprobs = rows, sampled, logprobs
+        """`mask` [L]: which of the step's loss tokens were sampled; `logprobs` [N]: the sampler's of these."""
+        self.rows, self._mask, self._logprobs = rows, mask, logprobs
         self._parts: list[Tensor] = []
 
     def room(self, tokens: int, device: torch.device) -> Tensor:
@@ -57,7 +57,7 @@ class StepTokens:
     @cached_property
     def values(self) -> npt.NDArray[np.float32]:
         """Log ratio to the sampler and entropy, [2, N]."""
-        values = self._sent.read().numpy()[:, self._sampled]
+        values = self._sent.read().numpy()[:, self._mask]
         values[0] -= self._logprobs
         return values
 

@@ -18,9 +18,7 @@ from prime_rl.monitor import Extras, Monitor
 from prime_rl.monitor.trackers import check_trackers
 from prime_rl.wait import wait
 
-EXTRAS = Extras(
-    [("words", "Reverse: abc", "cba", 1.0, 0.5)] * 2, {"reward": np.float32([0, 1, 1])}
-)
+EXTRAS = Extras([("words", "Reverse: abc", "cba", 1.0, 0.5)] * 2, {"reward": np.float32([0, 1, 1])})
 ROWS = {0: {"reward/mean": 0.25, "eval/words/avg@4": 0.5, "eval/words/avg@4/ci95": 0.1}, 1: {"reward/mean": 0.75}}
 BOTH = {"log_extras": {"interval": 2}}
 RUN_CONFIG = {"model": {"name": "tiny"}, "api_key": "sk-secret"}
