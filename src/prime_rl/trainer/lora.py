@@ -46,9 +46,11 @@ class Slots:
     grouped: bool = False
     number: int = 0
     end_N: Tensor | None = None  # int32
+    assigned: tuple[int, ...] = ()  # slots that compute any rows
 
     def assign(self, rows: Mapping[int, int], device: torch.device) -> None:
         """Set how many rows each slot's adapter computes, ordered by slot. Ungrouped, one slot computes all of them."""
+        self.assigned = tuple(rows)
         if not self.grouped:
             (self.number,) = rows
             return
@@ -85,7 +87,12 @@ class _Adapter(nn.Module):
 
 
 class LoRALinear(nn.Linear, _Adapter):
-    """A frozen linear layer and its adapter in each slot, on the meta device."""
+    """A frozen linear layer and its adapter in each slot, on the meta device.
+
+    stacked: A [N, R, I] and B [N, O, R] of all slots in the compute dtype, if they are gathered as one tensor each.
+    """
+
+    stacked: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, linear: nn.Linear, config: "LoRAConfig", slots: Slots) -> None:
         width, out = linear.in_features, linear.out_features
@@ -104,8 +111,7 @@ class LoRALinear(nn.Linear, _Adapter):
             return F.linear(x, weight_OI, self.bias)
         out, rows = F.linear(x, self.weight, self.bias), self.drop(x)
         if (end_N := self.slots.end_N) is not None:
-            pairs = [self.pair(slot) for slot in range(self.slots.count)]
-            a_NRI, b_NOR = torch.stack([a_RI for a_RI, _ in pairs]), torch.stack([b_OR for _, b_OR in pairs])
+            a_NRI, b_NOR = self.stacked or self.stack()
             low_SR = moe.grouped_linear(rows.flatten(0, -2), a_NRI, end_N, False)
             return out + self.scale * moe.grouped_linear(low_SR, b_NOR, end_N, False).view(out.shape)
         a_RI, b_OR = self.pair(self.slots.number)
@@ -115,6 +121,11 @@ class LoRALinear(nn.Linear, _Adapter):
     def pair(self, slot: int) -> tuple[Tensor, Tensor]:
         """Return A [R, I] and B [O, R] of a slot."""
         return cast(nn.Linear, self.lora_A[slot]).weight, cast(nn.Linear, self.lora_B[slot]).weight
+
+    def stack(self) -> tuple[Tensor, Tensor]:
+        """Return A [N, R, I] and B [N, O, R] of all slots."""
+        pairs = [self.pair(slot) for slot in range(self.slots.count)]
+        return torch.stack([a_RI for a_RI, _ in pairs]), torch.stack([b_OR for _, b_OR in pairs])
 
     def weights(self) -> Iterator[tuple[Tensor, Callable[[Tensor, Whole], Tensor]]]:
         a_RI, b_OR = self.pair(0)

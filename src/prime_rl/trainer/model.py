@@ -44,6 +44,7 @@ class SingleRankUnit:
 
     Masters are float32 DTensors, as FSDP has them, for optimizers, checkpoints and exports. While gathered the modules
     hold copies in the compute dtype instead. As soon as backward has a copy's gradient, it is added to the master's.
+    Grouped adapters of tenants have one copy for all slots: with one each, the host would take longer than the GPU.
 
     Args:
         model: On the meta device; its parameters become the masters.
@@ -97,6 +98,9 @@ class SingleRankUnit:
         """Make the copies, once masters are allocated; equal dtypes share their memory."""
         copies: dict[nn.Parameter, nn.Parameter] = {}
         for module in self._model.modules():
+            if isinstance(module, adapters.LoRALinear) and module.slots.grouped:
+                module.stacked = self._stack(module.lora_A, copies), self._stack(module.lora_B, copies)
+        for module in self._model.modules():
             for name, master in module.named_parameters(recurse=False):
                 if master not in copies:
                     rows = local_part(master)
@@ -109,13 +113,36 @@ class SingleRankUnit:
                         copy.register_post_accumulate_grad_hook(partial(self._add, master))
                 self._computed_copies.append((module, name, master, copies[master]))
 
+    def _stack(self, linears: nn.ModuleList, copies: dict[nn.Parameter, nn.Parameter]) -> nn.Parameter:
+        """Return one copy [N, …] of the weights of all slots; set `copies` to its parts, which have no gradient."""
+        masters = [linear.get_parameter("weight") for linear in linears]
+        rows = [local_part(master) for master in masters]
+        stack = nn.Parameter(torch.stack(rows).to(self._dtype))
+        for slot, master in enumerate(masters):
+            copies[master] = nn.Parameter(stack.detach()[slot], requires_grad=False)
+        self._rows += rows
+        self._copies += stack.detach().unbind()
+        stack.register_post_accumulate_grad_hook(partial(self._add_slots, masters))
+        return stack
+
     def _add(self, master: nn.Parameter, copy: Tensor) -> None:
+        self._accumulate(master, self._take_grad(copy))
+
+    def _add_slots(self, masters: list[nn.Parameter], stack: Tensor) -> None:
+        grad_N = self._take_grad(stack).float()  # in one operation
+        for slot in self._model.slots.assigned:
+            self._accumulate(masters[slot], grad_N[slot])
+
+    def _take_grad(self, copy: Tensor) -> Tensor:
         grad, copy.grad = copy.grad, None
         assert grad is not None
-        assert isinstance(master, DTensor)
         if not self._in_backward:
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._end_backward)
+        return grad
+
+    def _accumulate(self, master: nn.Parameter, grad: Tensor) -> None:
+        assert isinstance(master, DTensor)
         if master.grad is None:
             # What `DTensor.from_local` does, without its checks: they would take longer than the addition.
             master.grad = DTensor(grad.float(), master._spec, requires_grad=False)

@@ -18,10 +18,10 @@ from prime_rl.config.shared import TenantsConfig
 from prime_rl.config.trainer import LoRAConfig, TrainerModel
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_status
+from prime_rl.trainer import model
 from prime_rl.trainer.ckpt import Checkpoints
-from prime_rl.trainer.lora import initialize
+from prime_rl.trainer.lora import Slots, initialize
 from prime_rl.trainer.loss import cross_entropy
-from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.packing import collate
 from prime_rl.trainer.parallel import close_world, init_world
 from prime_rl.trainer.report import MetricRows, Report
@@ -33,7 +33,7 @@ from prime_rl.transport.token_stats import STATS, read_token_stats
 from support import trainer as support
 
 world, tied_model, run_training = support.world, support.tied_model, support.run_training
-LORA: dict[str, Any] = {"rank": 4, "alpha": 8}
+LORA: dict[str, Any] = {"rank": 8, "alpha": 16}
 ALICE: dict[str, Any] = {"max_steps": 4, "seed": 2**62, "optim": {"type": "adamw", "lr": 1e-3}}
 BOB: dict[str, Any] = {"max_steps": 3, "seed": 2, "seq_len": 64, "loss": {"type": "grpo"}, "async_level": 0}
 
@@ -151,8 +151,8 @@ def test_steps_that_are_computed_together(
     """Contract: grouped, as on GPUs, several micro-batches at a time give what each tenant gets alone, to rounding; a
     failure of what is computed together ends those memberships, and the next ones train. Each has its own tokens."""
     alone(ALICE), alone(BOB)
+    group_slots(monkeypatch)
     one = deploy()
-    one.trainer.policy.slots.grouped = True
     parts, gradients = [], SharedTrainer._gradients
 
     def compute(trainer: SharedTrainer, batches: Any) -> Any:
@@ -280,34 +280,50 @@ def test_slots_and_settings(deploy, tmp_path, tied_model):
             tenant_config(one.config, tmp_path, ALICE | wrong)
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_micro_batches_that_are_computed_together(world, tied_model, broken):
-    """Contract: grouped, as on GPUs, they give a tenant the gradients that it has alone, whatever the others hold."""
-    policy = build_policy(find_model(str(tied_model)), TrainerModel(), world, lora=LoRAConfig(**LORA), slots=3)
-    views = [SlotPolicy(policy, slot) for slot in (0, 2)]
+def group_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build policies as on GPUs, where micro-batches of several tenants are computed together."""
+    monkeypatch.setattr(model.adapters, "Slots", lambda count, grouped: Slots(count, grouped=True))
+
+
+@pytest.mark.parametrize(("broken", "reshard"), [(False, None), (True, None), (False, True)])
+def test_micro_batches_that_are_computed_together(world, tied_model, monkeypatch, broken, reshard):
+    """Contract: grouped, as on GPUs, they give a tenant the gradients that it has alone, whatever the others hold, and
+    nothing to those that have none among them."""
     batches = [collate(support.random_documents(lengths), 1) for lengths in ((20, 30), (7, 11, 40))]
-    for view in views:
-        initialize(view, world, 5 + view.slot)
-        for name, parameter in view.lm.named_parameters():
-            if ".lora_B." in name:
-                torch.nn.init.normal_(parameter.to_local(), std=0.1)
+
+    def build() -> tuple[model.Policy, list[SlotPolicy]]:
+        settings = TrainerModel(reshard_after_forward=reshard)
+        policy = model.build_policy(find_model(str(tied_model)), settings, world, lora=LoRAConfig(**LORA), slots=3)
+        torch.manual_seed(0)
+        views = [SlotPolicy(policy, slot) for slot in (0, 2)]
+        for view in views:
+            initialize(view, world, 5 + view.slot)
+            for name, parameter in view.lm.named_parameters():
+                if ".lora_B." in name:
+                    torch.nn.init.normal_(parameter.to_local(), std=0.1)
+        return policy, views
+
+    _, views = build()
     want, losses = [], []
     for view, batch in zip(views, batches, strict=True):
         loss, _ = view(batch, cross_entropy)
         loss.backward()
         losses.append(loss.item())
-        want.append({name: p.grad.full_tensor().clone() for name, p in view.lm.named_parameters()})
-    policy.zero_grad(set_to_none=True)
+        want.append({name: p.grad.full_tensor() for name, p in view.lm.named_parameters()})
+    group_slots(monkeypatch)
+    policy, views = build()
     if broken:
         next(view for view in views[1].parameters()).data.fill_(torch.nan)
-    policy.slots.grouped = True
-    policy.slots.assign({0: 50, 2: 58}, world.device)
-    outcomes = policy.forward_parts([(batch, cross_entropy) for batch in batches])
-    assert outcomes[0][0].item() == pytest.approx(losses[0], rel=1e-6)
-    torch.stack([loss for loss, _ in outcomes]).sum().backward()
-    for view, gradients in list(zip(views, want, strict=True))[: 1 if broken else 2]:
-        for name, parameter in view.lm.named_parameters():
-            torch.testing.assert_close(parameter.grad.full_tensor(), gradients[name], atol=1e-6, rtol=1e-5, msg=name)
+    for repeated in (1, 2):
+        policy.slots.assign({0: 50, 2: 58}, world.device)
+        outcomes = policy.forward_parts([(batch, cross_entropy) for batch in batches])
+        assert outcomes[0][0].item() == pytest.approx(losses[0], rel=1e-6)
+        torch.stack([loss for loss, _ in outcomes]).sum().backward()
+        for view, gradients in list(zip(views, want, strict=True))[: 1 if broken else 2]:
+            for name, parameter in view.lm.named_parameters():
+                got = parameter.grad.full_tensor() / repeated
+                torch.testing.assert_close(got, gradients[name], atol=1e-6, rtol=1e-5, msg=name)
+    assert all(reshard or p.grad is None for p in SlotPolicy(policy, 1).lm.parameters())
 
 
 @given(costs=st.lists(st.floats(0.1, 10), min_size=30, max_size=60), heavy=st.sampled_from([1.0, 2.0, 4.0]))
