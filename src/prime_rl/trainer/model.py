@@ -52,7 +52,7 @@ class SingleRankUnit:
         exact: Parameters that are computed in float32, whatever the dtype.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, exact: Collection[nn.Parameter]) -> None:
+    def __init__(self, model: "Policy", mesh: DeviceMesh, dtype: torch.dtype, exact: Collection[nn.Parameter]) -> None:
         masters: dict[nn.Parameter, nn.Parameter] = {}
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
