@@ -106,9 +106,8 @@ class Console:
             self._phases[status.process] = name
             if not self.steps and self.region.live is None and name not in ("starting", "done"):
                 self.say(f"{status.process}: {name}")
-        if wait is None or now - wait.since < _PATIENCE_SECONDS:
-            return
-        if (key := (status.process, wait.subject, wait.since)) not in self._waits_shown:
+        key = wait and (status.process, wait.subject, wait.since)
+        if wait and key and now - wait.since >= _PATIENCE_SECONDS and key not in self._waits_shown:
             self._waits_shown.add(key)
             self.say(f"{status.process} waits for {wait} (gives up in {minutes(max(0.0, wait.deadline - now))})")
 

@@ -169,7 +169,6 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner | None, nodes: 
 
     for line in headlines(config, plan):
         console.say(line)
-    console.say(f"starting {', '.join(logs)}; logs in {output_dir / 'logs'}")
     if sys.dont_write_bytecode:
         console.say("PYTHONDONTWRITEBYTECODE is set: every process compiles what it imports, 10 to 20 s of each start")
     for server in plan.servers:

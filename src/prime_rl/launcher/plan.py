@@ -191,7 +191,7 @@ def headlines(config: RLConfig, plan: Plan) -> list[str]:
     placed = "; ".join(f"{process.name} on {','.join(process.gpus)}" for process in gpus)
     lines += [
         ("GPUs", placed or "none was found or asked for: on CPUs, which are slow"),
-        ("directory", f"{plan.output_dir}"),
+        ("directory", f"{plan.output_dir}; logs in {plan.output_dir / 'logs'}"),
     ]
     return [f"{name:<13} {what}" for name, what in lines]
 

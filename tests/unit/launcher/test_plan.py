@@ -109,7 +109,7 @@ def test_what_is_about_to_run():
         "environments  reverse-text; evaluated on reverse-text (8 tasks)",
         "batch         20 steps of 64 rollouts (4 tasks x 16), async level 1",
         "GPUs          inference on 0; trainer on 1",
-        "directory     outputs",
+        "directory     outputs; logs in outputs/logs",
     ]
 
 
