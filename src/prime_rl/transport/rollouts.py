@@ -152,11 +152,11 @@ class RolloutBatch:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def group_ids(self) -> list[str]:
-        """Return the group of each sample; reads only that column."""
-        options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index("group_id")])
+    def columns(self, *names: str) -> dict[str, list[Any]]:
+        """Return these columns, with a value for each sample; reads no others."""
+        options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in names])
         with pa.OSFile(str(self.directory / FILE)) as file:
-            return list(pa.ipc.open_file(file, options=options).read_all().column(0).to_pylist())
+            return dict(pa.ipc.open_file(file, options=options).read_all().to_pydict())
 
     def rows(self, indices: Sequence[int]) -> list[Sample]:
         """Read the samples at `indices`, in that order, their streams as numpy arrays."""

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from tokenizers import Tokenizer
@@ -14,7 +13,7 @@ from tokenizers import Tokenizer
 from prime_rl.errors import UserError
 from prime_rl.monitor.run_directory import RunDirectory
 from prime_rl.transport.commit import list_steps, step_dir
-from prime_rl.transport.rollouts import FILE, SCHEMA, Sample, open_batch
+from prime_rl.transport.rollouts import Sample, open_batch
 from prime_rl.transport.token_stats import STATS, read_token_stats
 
 PAGE = 50  # rows
@@ -118,9 +117,7 @@ class StepSamples:
         if not directory.exists():
             raise UserError(RunDirectory(run).absence(step))
         self._batch = open_batch(directory, check_bytes=False)
-        options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in _SCALARS])
-        with pa.OSFile(str(directory / FILE)) as file:
-            self._columns: dict[str, list[Any]] = pa.ipc.open_file(file, options=options).read_all().to_pydict()
+        self._columns = self._batch.columns(*_SCALARS)
 
     def __getitem__(self, name: str) -> list[Any]:
         return self._columns[name]

@@ -80,7 +80,7 @@ class RolloutData(PolicyData):
 
         lengths, by_group = batch.lengths.tolist(), self.config.loss.normalization == "group"
         mine, batches = self.pack(lengths, self.config.seq_len, len(STREAMS), documents)
-        group_of = batch.group_ids() if by_group else range(len(lengths))
+        group_of = batch.columns("group_id")["group_id"] if by_group else range(len(lengths))
         mask, logprobs = np.concatenate([one.streams[:2].numpy() for one in batches], 1)
         sampled = StepTokens(rows, mask > 0, logprobs[mask > 0])
         return grouped(StepData(batches, lengths, len(lengths), sampled=sampled), group_of, mine)

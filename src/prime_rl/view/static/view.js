@@ -58,7 +58,6 @@ function number(value, digits = 4) {
     : size < 1e-3 ? short.toExponential() : String(short);
   return text.replaceAll("-", "−");
 }
-const percent = (value) => `${(100 * value).toFixed(value < 0.0995 && value > 0 ? 1 : 0)} %`;
 const clock = (time) => new Date(time * 1000).toLocaleTimeString("en-GB");
 const sum = (values) => values.reduce((one, other) => one + other, 0);
 
@@ -450,7 +449,7 @@ function tokenView(sample, by, names) {
     const rows = Object.keys(names).filter((name) => sample.streams[name]).map((name) => h("div", null, names[name],
       h("b", null, number(sample.streams[name][place]))));
     const probability = sample.mask[place] && h("div", null, "probability",
-      h("b", null, percent(Math.exp(sample.streams.logprobs[place]))));
+      h("b", null, `${number(100 * Math.exp(sample.streams.logprobs[place]), 2)} %`));
     showTip(clientX, clientY, [h("span.quiet", null,
       `token ${place}, id ${sample.ids[place]}, ${sample.mask[place] ? "trained" : "not trained"}`), probability,
       rows].flat().filter(Boolean));
