@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,9 +39,7 @@ class StepTokens:
     them copied to the host. Then any thread may ask for them, which waits for the device.
     """
 
-    def __init__(
-        self, rows: Sequence[SampleRow], mask: npt.NDArray[np.bool_], logprobs: npt.NDArray[np.float32]
-    ) -> None:
+    def __init__(self, rows: Sequence[SampleRow], mask: npt.NDArray[np.bool_], logprobs: npt.NDArray[Any]) -> None:
         """`mask` [L]: which of the step's loss tokens were sampled; `logprobs` [N]: the sampler's of these."""
         self.rows, self._mask, self._logprobs = rows, mask, logprobs
         self._parts: list[Tensor] = []

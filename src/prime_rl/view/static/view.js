@@ -428,7 +428,7 @@ function pretty(text) {
   try { return JSON.stringify(JSON.parse(text), null, 1); } catch { return text.trim(); }
 }
 function tokenView(sample, by, names) {
-  const values = sample.streams[by], most = Math.max(1e-9, ...values.map(Math.abs));
+  const values = sample.streams[by], most = Math.max(1e-9, ...values.map(Math.abs)), signed = Math.min(...values) < 0;
   const shade = by === "logprobs" ? (value) => `rgba(var(--low), ${Math.min(0.85, -value / 6)})`
     : (value) => `rgba(var(--${value < 0 ? "neg" : "pos"}), ${0.6 * Math.abs(value) / most})`;
   const box = h("div.tokens", { tabindex: 0, role: "group", "aria-label": "tokens: arrows go through them" });
@@ -471,7 +471,8 @@ function tokenView(sample, by, names) {
   box.addEventListener("pointerleave", () => { tip.hidden = true; });
   const scale = by === "logprobs" ? [h("span", null, "likely"),
     h("i.scale", { style: { background: "linear-gradient(90deg, transparent, rgba(var(--low), .85))" } }), "−5 or less"]
-    : [number(-most, 3), h("i.scale", { style: { background: "linear-gradient(90deg, rgba(var(--neg), .6), transparent, rgba(var(--pos), .6))" } }), number(most, 3)];
+    : [number(signed ? -most : 0, 3), h("i.scale", { style: { background:
+      `linear-gradient(90deg, ${signed ? "rgba(var(--neg), .6), " : ""}transparent, rgba(var(--pos), .6))` } }), number(most, 3)];
   return [h("div.legend", { style: { margin: "0 0 8px" } }, h("span", null, scale), h("span.faint", null, "grey: not in the loss mask"),
     sample.policy_versions.length > 1 && h("span", null, "which version wrote which token is not recorded")), box];
 }
