@@ -12,8 +12,8 @@ from typing import Any
 
 from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig, loader
 from prime_rl.config.base import Keys, Section, Setting, find, settings
+from prime_rl.config.commands import ViewConfig
 from prime_rl.config.rl import DeploymentConfig, ParityConfig
-from prime_rl.config.view import ViewConfig
 
 ROOT = Path(__file__).parent.parent
 COMMANDS: dict[str, type[Section]] = {

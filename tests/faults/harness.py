@@ -279,9 +279,10 @@ def write_config(cell: Cell, directory: Path, ports: Sequence[int]) -> Path:
         config["inference"] = {
             "server": {"port": ports[0]},
             "max_model_len": 256,
-            "deterministic": exact,
             "fork_engine": True,
         }
+        if exact:  # one sequence at a time, computed the same way whatever came before: equal seeds give equal tokens
+            config["inference"]["vllm"] = {"max_num_seqs": 1, "enable_prefix_caching": False}
         del config["orchestrator"]["client"]["base_url"]
     merge(config, cell.settings)
     if cell.lora:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from prime_rl.config.base import BaseConfig, Checks, Problem, Section, conflict, option
+from prime_rl.config.base import BaseConfig, Checks, Section, conflict, option
 from prime_rl.config.shared import Device, ModelConfig, SlurmConfig, TenantsConfig, host_in_url
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -43,14 +43,7 @@ class AdaptersConfig(Section):
 
     max_rank: int = option(16, "Largest rank of an adapter.", ge=1, le=ADAPTER_RANKS[-1])
     tenants: TenantsConfig | None = option(None, "Whose adapters are served (None: those of one run).")
-    resident: PositiveInt | None = option(None, "Tenants' adapters in the engine, by last use (None: all).")
-
-    def check_resident(self, section: str) -> Problem | None:
-        """Return what contradicts `resident`, once `tenants` are known; `section` is the path of this one."""
-        slots = None if self.tenants is None else self.tenants.slots
-        of = "is of tenants' adapters" if slots is None else f"exceeds <{section}.tenants.slots> {slots}"
-        none = self.resident is None or (slots is not None and self.resident <= slots)
-        return conflict(not none, f"<{section}.resident> {self.resident} {of}")
+    resident: PositiveInt | None = option(None, "Most tenants' adapters in the engine, by last use (None: all).")
 
 
 class InferenceConfig(BaseConfig):
@@ -81,7 +74,6 @@ class InferenceConfig(BaseConfig):
     quantization: str | None = option(None, "Quantization that vLLM applies to the weights, updates included (fp8).")
     lora: AdaptersConfig | None = option(None, "Serve adapters (None: full weights alone; `rl` and `sft` set it).")
     router_replay: bool = option(False, "Return the experts chosen for each token (set by `rl`).")
-    deterministic: bool = option(False, "One sequence at a time, prefill unchunked: the same tokens every run.")
     replica: NonNegativeInt = option(0, "Number of this server in its run, for log and status (set by `rl`).")
     servers_on_host: PositiveInt = option(1, "Servers that stage weights in this host's memory (set by `rl`).")
     fork_engine: bool = option(False, "On CPU fork the engine's process rather than start it anew: ready sooner.")

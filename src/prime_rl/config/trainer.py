@@ -291,8 +291,6 @@ def serve_adapters(
     server.lora.tenants = server.lora.tenants or tenants
     if server.lora.tenants != tenants:
         return Problem("<inference.lora.tenants> is not <trainer.tenants>: give the latter alone")
-    if (problem := server.lora.check_resident("inference.lora")) is not None:
-        return problem
     room = f"<inference.lora.max_rank> {server.lora.max_rank} is too small for <{section}.rank> {lora.rank}"
     return conflict(server.lora.max_rank < lora.rank, room)
 

@@ -1,6 +1,6 @@
 """`prime-merge`: adds an adapter to its model's weights, and checks what the sums compute."""
 
-from prime_rl.config.merge import MergeConfig
+from prime_rl.config.commands import MergeConfig
 from prime_rl.config.trainer import LoRAConfig
 from prime_rl.entrypoints import run_command, show
 from prime_rl.errors import UserError, say

@@ -11,9 +11,8 @@ from typing import Any
 from prime_rl import processes
 from prime_rl.config import EvalConfig, RLConfig
 from prime_rl.config.base import BaseConfig
+from prime_rl.config.commands import StarterConfig, ViewConfig
 from prime_rl.config.rl import DeploymentConfig, ParityConfig
-from prime_rl.config.starter import StarterConfig
-from prime_rl.config.view import ViewConfig
 from prime_rl.entrypoints import run_command, show
 from prime_rl.entrypoints.eval import run as evaluate
 from prime_rl.errors import UserError, say, user_errors

@@ -40,7 +40,7 @@ def check(config: InferenceConfig, engine: Engine) -> None:
             opens = "opens routes that no key guards, or hides /update_weights"
             raise UserError(f"{name}={os.environ[name]} {opens}: unset it")
     if config.router_replay:
-        caches = config.vllm.get("enable_prefix_caching", engine.device == "cuda" and not config.deterministic)
+        caches = config.vllm.get("enable_prefix_caching", engine.device == "cuda")
         if why := why_no_choices(engine, prefix_caching=caches, pipeline=config.pipeline_parallel_size):
             raise UserError(f"router_replay: {why}")
     model = local_model(config.model.name)

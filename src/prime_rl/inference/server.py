@@ -185,15 +185,14 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         **compat.release_flags(engine),
     }
     if config.lora is not None:
-        if (problem := config.lora.check_resident("lora")) is not None:
-            raise UserError(problem.message)
         if config.data_parallel_size > 1 and model is not None and checks.has_experts(model):
             # Where one replica is idle vLLM computes a step of no requests there, and drops every adapter for it.
             raise UserError("lora: vLLM cannot serve adapters of a mixture of experts with data_parallel_size > 1")
         room = next(rank for rank in ADAPTER_RANKS if rank >= config.lora.max_rank)
         flags |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
         if (tenants := config.lora.tenants) is not None:
-            flags |= {"max_loras": config.lora.resident or tenants.slots, "max_cpu_loras": tenants.slots}
+            resident = min(config.lora.resident or tenants.slots, tenants.slots)
+            flags |= {"max_loras": resident, "max_cpu_loras": tenants.slots}
         flags["lora_target_modules"] = checks.adapted_modules(config.model.name, experts=not cpu)
     if (kind := config.quantization) is not None:
         # Of a model on the hub vLLM finds out by itself.
@@ -219,12 +218,9 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         flags["enable_prefix_caching"] = False if uncached else None
     elif cache := config.kv_cache_gib or (model and tiny_cache_gib(weights_gib(config.model.name))):
         flags["kv_cache_memory_bytes"] = int(cache * (1 << 30))
-    if config.deterministic:
-        # One sequence at a time, computed the same way whatever came before: equal seeds give equal tokens.
-        flags |= {"max_num_seqs": 1, "enable_chunked_prefill": False, "enable_prefix_caching": False}
     extra = {name.replace("-", "_"): value for name, value in config.vllm.items()}
     bounds = {"max_num_seqs", "compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
-    own = config.deterministic or bounds & {name.partition(".")[0] for name in extra}
+    own = bounds & {name.partition(".")[0] for name in extra}
     if config.lora is not None and not (cpu or config.enforce_eager or own):
         flags["cudagraph_capture_sizes"] = CAPTURED_TOKENS
     for name, value in extra.items():

@@ -336,7 +336,7 @@ def _refuse_senseless(config: RLConfig, serves: bool, training: int) -> None:
 def _gains_by_two(config: RLConfig, inference: InferenceConfig, gpus: int, machine: HostResources) -> bool:
     """Whether two servers on each GPU are faster than one: each leaves the GPU idle while its Python works."""
     in_flight = config.orchestrator.max_concurrent or config.orchestrator.batch_size * (config.async_level + 1)
-    bounded = inference.kv_cache_gib or inference.deterministic or {"max_num_seqs", "max-num-seqs"} & {*inference.vllm}
+    bounded = inference.kv_cache_gib or {"max_num_seqs", "max-num-seqs"} & {*inference.vllm}
     small = machine.weights_gib is not None and machine.weights_gib <= _SMALL_GIB and gpus_of_a_server(inference) == 1
     room = inference.server.port + _EXTRA_PORTS + gpus <= _LAST_PORT
     busy = machine.cores >= _CORES_A_GPU * gpus and in_flight >= _EPISODES_A_GPU * gpus

@@ -11,7 +11,7 @@ from typing import Any
 
 from prime_rl.config import ConfigError, InferenceConfig, RLConfig, parse
 from prime_rl.config.base import find
-from prime_rl.config.starter import StarterConfig
+from prime_rl.config.commands import StarterConfig
 from prime_rl.envs import ids
 from prime_rl.errors import UserError, say, user_errors
 from prime_rl.inference.checks import visible_gpus

@@ -2,7 +2,7 @@
 
 import torch
 
-from prime_rl.config.merge import MergeConfig
+from prime_rl.config.commands import MergeConfig
 from prime_rl.config.trainer import LoRAConfig, TrainerModel
 from prime_rl.errors import UserError
 from prime_rl.trainer.lora import load_adapter

@@ -61,9 +61,6 @@ NODE_FLAGS = {"--" + name.replace("_", "-"): str(value) for name, value in NODES
                      "--no-enable-chunked-prefill": None}, set()),
         (CPU, {"model": {"dtype": "bfloat16"}, "enforce_eager": False},
          {"--dtype": "bfloat16", "--no-enforce-eager": None}, {"--enforce-eager"}),
-        *((engine, {"deterministic": True},
-           {"--max-num-seqs": "1", "--no-enable-chunked-prefill": None, "--no-enable-prefix-caching": None}, set())
-          for engine in (CPU, CUDA)),
         # `[vllm]` reaches vLLM under either spelling and wins.
         (CPU, {"vllm": {"max-num-seqs": 4, "dtype": "half"}}, {"--max-num-seqs": "4", "--dtype": "half"}, set()),
         (CUDA, {"vllm": {"enable_chunked_prefill": True}}, {"--enable-chunked-prefill": None}, set()),

@@ -109,11 +109,10 @@ def test_the_device_and_the_routes_are_what_was_built_for(monkeypatch: pytest.Mo
         ),
         (CUDA, {"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         (CPU, {"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
-        (CUDA, {"deterministic": True}, "only with prefix caching"),
         (CUDA, {"vllm": {"enable_prefix_caching": False}}, "only with prefix caching"),
         (CPU, {"vllm": {"enable_prefix_caching": True}}, "only without prefix caching"),
         (CUDA, {}, None),
-        (CUDA._replace(version=(0, 26), release="0.26.0"), {"deterministic": True}, None),
+        (CUDA._replace(version=(0, 26), release="0.26.0"), {"vllm": {"enable_prefix_caching": False}}, None),
     ],
 )
 def test_an_engine_that_cannot_say_what_it_chose_is_refused(

@@ -155,7 +155,6 @@ def test_two_servers_share_a_gpu(share, cache, utilization):
         {"inference": {"server": {"port": 65000}}},
         {"inference": {"kv_cache_gib": 70.0}},
         {"inference": {"gpu_memory_utilization": 0.1}},
-        {"inference": {"deterministic": True}},
         {"inference": {"vllm": {"max-num-seqs": 64}}},
         {"inference_servers": 1},
         {"share_gpus": True, "trainer": {"lora": {}}},
@@ -170,7 +169,7 @@ def test_one_server_a_gpu(given):
     ("weights", "inference", "share"),
     [
         (7.7, {}, 1 - 12.7 / 80),
-        (1.2, {"deterministic": True}, None),
+        (1.2, {"kv_cache_gib": 1.0}, None),
         (40.0, {}, None),
         (7.7, {"gpu_memory_utilization": 0.9}, 0.9),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.config import RLConfig, parse
-from prime_rl.config.starter import StarterConfig
+from prime_rl.config.commands import StarterConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher import preflight
 from prime_rl.launcher.starter import starter_text, write_starter

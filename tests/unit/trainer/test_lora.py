@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from prime_rl.config.merge import MergeConfig
+from prime_rl.config.commands import MergeConfig
 from prime_rl.config.trainer import AdamW, LoRAConfig, TrainerModel
 from prime_rl.entrypoints.merge import described
 from prime_rl.errors import UserError

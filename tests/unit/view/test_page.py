@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from prime_rl.config import parse
-from prime_rl.config.view import ViewConfig
+from prime_rl.config.commands import ViewConfig
 from prime_rl.entrypoints.rl import _name_runs
 from prime_rl.errors import UserError
 from prime_rl.view.page_server import STATIC, listen, page_app, view, write_page
