@@ -31,31 +31,24 @@ _CONFIG = "PRIMERL_SERVER"
 
 # Options of vLLM that `[vllm]` may not hold, and why.
 _REJECTED = {
+    **{name: f"is an option of its own, {name}" for name in InferenceConfig.model_fields},
+    "model": "is an option of its own, model.name",
+    "api_key": "the key is given by VLLM_API_KEY or --api-key",
     "api_server_count": "one process answers: start more servers, which client.base_url lists",
     "worker_extension_cls": "the weight routes need their own",
-    "api_key": "the key is given by VLLM_API_KEY or --api-key",
-    "model": "is an option of its own, model.name",
-    # The launcher counts GPUs by these.
-    **{
-        name: f"is an option of its own, {name}"
-        for name in (
-            "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local",
-            "data_parallel_address", "data_parallel_rpc_port", "data_parallel_start_rank", "headless",
-        )
-    },
     **dict.fromkeys(("host", "port", "uds"), "where the server listens is set by [server]"),
-}  # fmt: skip
+}
+_ELSEWHERE = (
+    "replicas at addresses of their own are started as servers of their own, which client.base_url lists; experts that "
+    "are spread over nodes have one address, with data_parallel_size and headless nodes"
+)
 _REJECTED_UNLESS_OFF = {
     "grpc": "vLLM's gRPC server asks for no key and has no weight routes: leave it out",
     "enable_eplb": "it moves experts between GPUs, and vLLM's reload would put new ones where they were at first",
     # They have to be paused together and know nothing of each other's servers.
-    **dict.fromkeys(
-        ("data_parallel_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb",
-         "data_parallel_multi_port_external_lb"),
-        "replicas at addresses of their own are started as servers of their own, which client.base_url lists; experts "
-        "that are spread over nodes have one address, with data_parallel_size and headless nodes",
-    ),
-}  # fmt: skip
+    "data_parallel_rank": _ELSEWHERE,
+    **{f"data_parallel_{name}_lb": _ELSEWHERE for name in ("external", "hybrid", "multi_port_external")},
+}
 _REJECTED_ON_CPU = {"enable_chunked_prefill": "a seed would kill a CPU engine that computes prompts in chunks"}
 
 

@@ -156,8 +156,11 @@ class Staging:
     def _stage(self) -> Memory | None:
         if self._refill is not None:
             # Other tensors, wrong bytes, no publisher: begin again with the version's own manifest, which says which.
+            memory, source = self._refill
             with suppress(ExchangeError):
-                return self._fill_again(*self._refill)
+                self._receive(source, memory.entries, memory.ranges, memory.buffer)
+                self.place = memory.place
+                return memory
             self._refill = None
         manifest = self.manifest()
         weights.check_hash(manifest)
@@ -172,20 +175,12 @@ class Staging:
                 weights.check_tensors(manifest, weights.hash_directory(manifest.files, self._progress))
             return None
         buffer = self._allocate(size)
-        fill = self._read if manifest.publisher is None else self._receive
-        fill(manifest, ranges, buffer)
+        if manifest.publisher is None:
+            self._read(manifest, ranges, buffer)
+        else:
+            self._receive(manifest, manifest.tensors, ranges, buffer)
         views = list(tensor_views(buffer, manifest.tensors))
         return Memory(buffer, ranges, manifest.tensors, views, self.place, self._stream)
-
-    def _fill_again(self, memory: Memory, source: WeightsManifest) -> Memory:
-        """Receive the version, and verify it: the checksums of what has arrived make its hash."""
-        self._subscriber.receive(source, memory.buffer, self._progress)
-        sums = checksums(memory.buffer, memory.ranges)
-        entries = {name: TensorEntry("", e.dtype, e.shape, "", sums[name]) for name, e in memory.entries.items()}
-        if weights.version_hash(entries) != self.digest:
-            raise ExchangeError(f"what was received is not {self.directory}")
-        self.place = memory.place
-        return memory
 
     def _choose(self, size: int) -> Place:
         use_device = self._on_device and self._device.type == "cuda"
@@ -204,13 +199,15 @@ class Staging:
                 self.place = "host"
         return torch.from_numpy(np.zeros(size, np.uint8))  # the system provides pages only as they are written to
 
-    def _receive(self, manifest: WeightsManifest, ranges: Ranges, buffer: Tensor) -> None:
-        """Receive the version from the publisher, and verify its checksums."""
-        self._subscriber.receive(manifest, buffer, self._progress)
+    def _receive(
+        self, source: WeightsManifest, entries: Mapping[str, TensorEntry], ranges: Ranges, buffer: Tensor
+    ) -> None:
+        """Receive the version from the publisher, and verify it: the checksums of what has arrived make its hash."""
+        self._subscriber.receive(source, buffer, self._progress)
         sums = checksums(buffer, ranges)
-        for name, entry in manifest.tensors.items():
-            if sums[name] != entry.checksum:
-                raise ExchangeError(str(weights.tensor_mismatch(manifest, name)))
+        received = {name: replace(entry, checksum=sums[name]) for name, entry in entries.items()}
+        if weights.version_hash(received) != self.digest:
+            raise ExchangeError(f"what was received is not {self.directory}")
 
     def _read(self, manifest: WeightsManifest, ranges: Ranges, buffer: Tensor) -> None:
         """Read and verify every tensor of the files: what is hashed is what is loaded."""

@@ -350,21 +350,21 @@ def _memory(
 ) -> tuple[float | None, float | None, float | None]:
     """Return `utilization`, `cache_gib` and `training_gib` (see `Layout`) where `engines` servers use each GPU."""
     share, cache, limit = inference.gpu_memory_utilization, inference.kv_cache_gib, None
-    total, filed, vllm = machine.gpu_gib, machine.weights_gib, {name.replace("-", "_") for name in inference.vllm}
+    total, filed = machine.gpu_gib, machine.weights_gib
     weights = filed and filed / (inference.tensor_parallel_size * inference.pipeline_parallel_size)
     if config.share_gpus:
         share = share or _SHARED_GPU_FRACTION
         limit = _left_to_train(share, config.trainer.model.memory_limit, total)
     elif engines == 1:
         # Leave room to stage a version on the device, unless that is much of the memory.
-        if share is None and inference.stage_on_device and total and weights and "gpu_memory_utilization" not in vllm:
+        if share is None and inference.stage_on_device and total and weights:
             rest = 1 - (weights + _OVERHEAD_GIB) / total
             share = rest if _MIN_SERVER_SHARE <= rest < _SERVER_GPU_FRACTION else None
         return share, cache, None
     share = (share or _SERVER_GPU_FRACTION) / engines
     # Files say how large 16-bit weights are. Room for a staged copy of a single server is in the trainer's plan.
     as_filed = inference.model.dtype in _SIXTEEN_BITS and inference.quantization is None
-    chosen = cache is not None or vllm & {"kv_cache_memory_bytes", "gpu_memory_utilization"}
+    chosen = cache is not None or {"kv_cache_memory_bytes", "kv-cache-memory-bytes"} & {*inference.vllm}
     if as_filed and not chosen and total and weights:
         room = share * total - weights * (2 if engines > 1 else 1) - _ENGINE_GIB
         if room >= _LEAST_CACHE_GIB:
