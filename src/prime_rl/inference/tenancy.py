@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -108,12 +108,11 @@ class Tenancy:
     async def _generate(self, name: str, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         if name not in self.services:
             raise Rejected(503, f"this server has no adapter of tenant {name} yet: load one (POST /update_weights)")
-        service, messages = self.services[name], _Messages(receive)
-        ticket = asyncio.get_running_loop().create_future()
+        service, ticket = self.services[name], asyncio.get_running_loop().create_future()
         self._admit(self._share.ask(name, ticket, time.monotonic()))
         try:
-            if not ticket.done() and not await messages.until(ticket):
-                return  # the client is gone
+            # Where the client is gone meanwhile the application notices as soon as it has its turn.
+            await ticket  # bounded: by the deadlines of the requests before it
             failures = service.failures
             service.check_usable()
             answers = False
@@ -126,7 +125,7 @@ class Tenancy:
                     answers = True
                     await send(message)
 
-            await app(scope, messages.receive, forward)
+            await app(scope, receive, forward)
             if service.failures != failures and not answers:
                 raise Rejected(500, "the adapter failed to load while this request was running: its reply is discarded")
         finally:
@@ -136,30 +135,3 @@ class Tenancy:
         for ticket in tickets:
             if not ticket.done():
                 ticket.set_result(None)
-
-
-class _Messages:
-    """What a client sends, also while its request waits."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive, self._early = receive, deque[Message]()
-        self._next: asyncio.Future[Message] | None = None
-
-    async def until(self, ticket: asyncio.Future[None]) -> bool:
-        """Wait for the ticket. False if the client is gone before."""
-        while not ticket.done():  # bounded: by the client, and the deadlines of the requests before it
-            self._next = self._next or asyncio.ensure_future(self._receive())
-            both: set[asyncio.Future[Any]] = {ticket, self._next}
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)  # bounded: as above
-            if self._next.done():
-                message, self._next = self._next.result(), None
-                if message["type"] == "http.disconnect":
-                    return False
-                self._early.append(message)
-        return True
-
-    async def receive(self) -> Message:
-        if self._early:
-            return self._early.popleft()
-        task, self._next = self._next, None
-        return await (self._receive() if task is None else task)  # bounded: by the client
