@@ -18,7 +18,6 @@ import os
 import secrets
 import select
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -49,7 +48,7 @@ DTYPES = {  # by their names in safetensors
 ALIGNMENT = 512  # bytes: every tensor begins at a multiple, as in torch's own allocator, and is padded with zeros
 _COLUMNS = ALIGNMENT // 8
 _CHUNK_ROWS = 1 << 17  # 64 MiB multiplied at once: the products take as much again
-PROTOCOL = 4
+PROTOCOL = 5
 TCP_BLOCK_BYTES = 32 << 20
 NCCL_BLOCK_BYTES = 256 << 20
 _BLOCKS_IN_FLIGHT = 3  # by NCCL
@@ -58,7 +57,6 @@ _MESSAGE_BYTES = 1 << 16
 _POLL_SECONDS = 1e-3  # between two looks at whether a GPU is done
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 _CLOSED = "the other side has closed the connection"
-_UNKNOWN_PROTOCOL = "the other side does not speak this protocol"
 
 
 class ExchangeError(Exception):
@@ -92,55 +90,48 @@ def tensor_views(buffer: Tensor, tensors: Mapping[str, TensorEntry]) -> Iterator
 
 
 class Channel:
-    """JSON messages and raw bytes over TCP, each with a deadline of `seconds`."""
+    """Lines of JSON and raw bytes over TCP, each with a deadline of `seconds`."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
-        self._socket, self.seconds = connection, seconds
+        self._socket, self._reader, self.seconds = connection, connection.makefile("rb"), seconds
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:  # notices a host that vanishes
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, **message: object) -> None:
-        data = json.dumps(message).encode()
-        self.send_bytes(memoryview(struct.pack("<I", len(data)) + data))
+        self.send_bytes(memoryview(json.dumps(message).encode() + b"\n"))
 
     def send_bytes(self, data: memoryview) -> None:
-        try:
-            self._socket.settimeout(self.seconds)
+        with self._deadline(self.seconds):
             self._socket.sendall(data)  # bounded: by the time-out just set
-        except OSError as error:
-            raise ExchangeError(f"the other side is gone ({error.strerror or error})") from error
 
     def receive(self, *, no_deadline: bool = False) -> dict[str, Any]:
         """Return the next message. With `no_deadline`, keep-alive probes find out if the other side dies."""
-        header = bytearray(4)
-        self.receive_bytes(memoryview(header), no_deadline=no_deadline)
-        (size,) = struct.unpack("<I", header)
-        if size > _MESSAGE_BYTES:
-            raise ExchangeError(_UNKNOWN_PROTOCOL)
-        data = bytearray(size)
-        self.receive_bytes(memoryview(data))
+        with self._deadline(None if no_deadline else self.seconds):
+            line = self._reader.readline(_MESSAGE_BYTES)
         message = None
         with suppress(ValueError, RecursionError):
-            message = json.loads(data)
+            message = json.loads(line)
         if not isinstance(message, dict):
-            raise ExchangeError(_UNKNOWN_PROTOCOL)
+            raise ExchangeError("the other side does not speak this protocol" if line else _CLOSED)
         if "error" in message:
             raise ExchangeError(str(message["error"]))
         return message
 
-    def receive_bytes(self, data: memoryview, *, no_deadline: bool = False) -> None:
-        """Fill `data`. Some bytes must come within every `seconds`, unless `no_deadline`."""
+    def receive_bytes(self, data: memoryview) -> None:
+        """Fill `data`. Some bytes must come within every `seconds`."""
+        with self._deadline(self.seconds):
+            if self._reader.readinto(data) < len(data):
+                raise ExchangeError(_CLOSED)
+
+    @contextmanager
+    def _deadline(self, seconds: float | None) -> Iterator[None]:
         try:
-            self._socket.settimeout(None if no_deadline else self.seconds)
-            while data:
-                count = self._socket.recv_into(data)  # bounded: by the time-out just set, or by the other side's end
-                if not count:
-                    raise ExchangeError(_CLOSED)
-                data = data[count:]
+            self._socket.settimeout(seconds)
+            yield
         except TimeoutError as error:
-            raise ExchangeError(f"the other side sent nothing for {self.seconds:.0f} s") from error
+            raise ExchangeError(f"the other side made no progress for {self.seconds:.0f} s") from error
         except OSError as error:
             raise ExchangeError(f"the other side is gone ({error.strerror or error})") from error
 
@@ -157,6 +148,7 @@ class Channel:
 
     def close(self) -> None:
         self.cut_off()
+        self._reader.close()
         self._socket.close()
 
 

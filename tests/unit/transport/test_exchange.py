@@ -117,9 +117,10 @@ def test_another_runs_trainer_and_one_that_is_gone_are_named(publisher):
     [
         b"",
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        b"\x04\x00\x00\x00[1] ",
-        b'\x13\x00\x00\x00{"token": "\\ud800"}',
-        b"\x02\x00\x00\x00{}",
+        b"[1]\n",
+        b'{"token": "\\ud800"}\n',
+        b"{}\n",
+        b"0" * 70_000,
     ],
 )
 def test_strangers_disturb_nobody(words, publisher, buffer):
