@@ -19,15 +19,16 @@ from typing import Literal
 
 ENV = "PRIMERL_FAULTS"
 
-Kind = Literal["kill", "stop", "enospc", "tear", "delay", "drop", "duplicate", "error"]
+Kind = Literal["kill", "stop", "enospc", "error", "tear", "delay", "drop", "duplicate"]
 
 
 @dataclass(frozen=True)
 class Fault:
     """What happens in one process (trainer, orchestrator, inference, environment) at a point.
 
-    `do`: `kill` (SIGKILL to itself), `stop` (SIGSTOP), `enospc` (the error of a full disk), `tear` (the file at hand is
-    cut in half, then SIGKILL), `delay` (sleep); `drop`, `duplicate` and `error` are the caller's to do.
+    `do`: `kill` (SIGKILL to itself), `stop` (SIGSTOP), `enospc` (the error of a full disk), `error` (a RuntimeError),
+    `tear` (the file at hand is cut in half, then SIGKILL), `delay` (sleep); `drop` and `duplicate` are the caller's to
+    do.
     """
 
     point: str  # pattern (`fnmatch`) of its name
@@ -52,8 +53,8 @@ def arm(process: str) -> None:
 
 
 def point(name: str, file: Path | None = None) -> Kind | None:
-    """Pass the point `name`; `file` is what is being written there, for `tear`. Return `drop`, `duplicate` or `error`
-    when that is planned here, else None. Raises OSError (ENOSPC) when that is."""
+    """Pass the point `name`; `file` is what is being written there, for `tear`. Return `drop` or `duplicate` when
+    that is planned here, else None. Raises OSError (ENOSPC) or RuntimeError when that is."""
     for fault, seen in _plan:
         if fnmatchcase(name, fault.point):
             with seen.open("ab", buffering=0) as matches:  # durable and atomic: the next incarnation counts on
@@ -70,6 +71,8 @@ def _fire(fault: Fault, file: Path | None) -> Kind | None:
         time.sleep(fault.seconds)
     elif fault.do == "enospc":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file) if file else None)
+    elif fault.do == "error":
+        raise RuntimeError("fault injection")
     elif fault.do == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault.do in ("kill", "tear"):

@@ -380,9 +380,7 @@ class OrchestratorConfig(RecoverableRun, Environments[TrainingEnv]):
         yield conflict(not self.trainer, "a tenant has a trainer: leave <trainer> = false out")
         yield conflict(self.bench, "a tenant is not measured alone: leave <bench> out")
         yield conflict(self.router_replay, "tenants are trained without <router_replay>: leave it out")
-        yield conflict(
-            ckpt and ckpt.output_dir, f"a tenant has its checkpoints in {directory}: leave <ckpt.output_dir> out"
-        )
+        yield conflict(ckpt and ckpt.output_dir, f"a tenant saves in {directory}: leave <ckpt.output_dir> out")
         yield conflict(ckpt and ckpt.resume_step is not None, step)
         self.output_dir, self.recover = directory, not self.clean
         yield check_schedule(tenant.scheduler, self.max_steps, "tenant.scheduler")

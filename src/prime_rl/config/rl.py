@@ -100,26 +100,17 @@ class RLConfig(RecoverableRun, MonitorConfig):
         servers = 0 if self.inference is None else self.inference_nodes
         yield conflict(self.node_rank is None, "each of several <nodes> is given its <node_rank>, from 0 on")
         rank = self.node_rank or 0
-        yield conflict(
-            rank >= self.nodes, f"<node_rank> {rank}: the ranks of {self.nodes} <nodes> are 0 to {self.nodes - 1}"
-        )
-        yield conflict(
-            servers >= self.nodes, f"<inference_nodes> {servers} leaves none of {self.nodes} <nodes> to train on"
-        )
+        ranks = f"<node_rank> {rank}: the ranks of {self.nodes} <nodes> are 0 to {self.nodes - 1}"
+        yield conflict(rank >= self.nodes, ranks)
+        none = f"<inference_nodes> {servers} leaves none of {self.nodes} <nodes> to train on"
+        yield conflict(servers >= self.nodes, none)
         meet = rank >= servers and self.nodes - servers > 1 and self.rendezvous is None
         yield conflict(meet, "several nodes that train need a <rendezvous>, HOST:PORT of the first of them")
         counts = self.inference_gpus or self.inference_servers
-        yield conflict(
-            counts, "each of <inference_nodes> runs one server: leave <inference_gpus> and <inference_servers> out"
-        )
-        alone = {
-            "slurm": self.slurm,
-            "share_gpus": self.share_gpus,
-            "bench": self.bench,
-            "trainer.tenants": self.trainer.tenants,
-        }
-        for name, setting in alone.items():
-            yield conflict(setting, f"<{name}> is for one node: leave it or <nodes> out")
+        one = "each of <inference_nodes> runs one server: leave <inference_gpus> and <inference_servers> out"
+        yield conflict(counts, one)
+        for name in ("slurm", "share_gpus", "bench"):  # tenants: see `DeploymentConfig`
+            yield conflict(getattr(self, name), f"<{name}> is for one node: leave it or <nodes> out")
 
 
 class DeploymentConfig(RLConfig):
@@ -129,13 +120,10 @@ class DeploymentConfig(RLConfig):
     orchestrator: OrchestratorConfig = option(OrchestratorConfig.model_construct, "Not used.", mark="one_time")
 
     def checks(self) -> Checks:
-        yield conflict(
-            self.trainer.tenants is None,
-            "a deployment trains tenants' adapters: give [<trainer.tenants>] and [trainer.lora]",
-        )
-        yield conflict(
-            self.clean, "<clean> would not remove runs of tenants: leave it out; `orchestrator --clean` starts one over"
-        )
+        tenants = "a deployment trains tenants' adapters: give [<trainer.tenants>] and [trainer.lora]"
+        yield conflict(self.trainer.tenants is None, tenants)
+        kept = "<clean> would not remove runs of tenants: leave it out; `orchestrator --clean` starts one over"
+        yield conflict(self.clean, kept)
         self.recover = True
         one = "tenants share a trainer of one process: leave <trainer_gpus> and <trainer_ranks> out"
         yield conflict(self.trainer_gpus > 1 or (self.trainer_ranks or 1) > 1, one)

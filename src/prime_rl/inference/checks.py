@@ -153,17 +153,17 @@ def check_model(model: Path, needs_weights: bool = True) -> None:
             raise UserError(str(error)) from error
 
 
-def claim_port(host: str, port: int, option: str = "--server.port") -> socket.socket:
+def claim_port(host: str, port: int, option: str = "--server.port", holder: str = "inference") -> socket.socket:
     """Claim a free port for this process until the returned socket is closed; `option` chooses another port.
 
     Processes that answer together share a port (SO_REUSEPORT), and a server binds it long before it listens: the kernel
     would let a second server of the same user have it, too; clients would reach either. So a server also binds a
-    name in the kernel that only one socket of a network namespace has.
+    name in the kernel that only one socket of a network namespace has. Launchers have names of their own (`holder`).
     """
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        claim.bind(f"\0prime-rl inference: port {port}")
+        claim.bind(f"\0prime-rl {holder}: port {port}")
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))

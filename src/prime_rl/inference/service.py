@@ -191,8 +191,7 @@ class WeightService:
             task.cancel()
 
     async def _update(self, weight_dir: str, version: int, change: WeightUpdate) -> None:
-        if faults.point(f"update-received:v{version}") == "error":
-            raise Rejected(500, "fault injection")
+        faults.point(f"update-received:v{version}")
         with change.measure("check"):
             manifest = await read(lambda: check_version(self._root, weight_dir, version), weight_dir, STALL_SECONDS)
             base = await self._base.hashes()
@@ -332,8 +331,7 @@ class WeightService:
         change.served = await self._describe([answer["served"] for answer in answers])
         parts = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in change.seconds.items())
         logger.info("serving version {} ({}): {}", version, identity["hash"][:12], parts)
-        if faults.point(f"update-loaded:v{version}") == "error":
-            raise Rejected(500, "fault injection")
+        faults.point(f"update-loaded:v{version}")
         return answers
 
     async def _stop(self) -> None:

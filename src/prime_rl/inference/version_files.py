@@ -60,17 +60,11 @@ def resolve(root: Path | None, weight_dir: str) -> Path:
     except (ValueError, RuntimeError, OSError) as error:  # a NUL byte, a loop of links, an unknown user
         raise Rejected(400, f"weight_dir {weight_dir!r} is no path: {error}") from error
     if root is not None and not path.is_relative_to(root):
-        raise Rejected(
-            403,
-            f"weight_dir {weight_dir} is outside the weights root {root}: start the server with another "
-            "--weights-root, or without; a tenant's versions lie in its own run directory",
-        )
+        where = f"is outside the weights root {root}: start the server with another --weights-root, or without"
+        raise Rejected(403, f"weight_dir {weight_dir} {where}; a tenant's versions lie in its own run directory")
     if not os.path.isfile(path / MANIFEST):  # False where it may not even look
-        raise Rejected(
-            400,
-            f"the server's host sees no committed version in {weight_dir}: trainer and server need one file system, "
-            "under the same path",
-        )
+        both = "trainer and server need one file system, under the same path"
+        raise Rejected(400, f"the server's host sees no committed version in {weight_dir}: {both}")
     return path
 
 

@@ -75,8 +75,6 @@ def run(config: RLConfig) -> int:
         claimed = _claim(config, names, lambda: make_plan(settle(), host), _PORT_SECONDS)
         if claimed is None:
             return RunOutcome.SUCCESS.value
-        for path, section in claimed.configs.items():
-            write_toml(section, path)
         if config.trainer.tenants is not None:
             urls = [f"{server.url}/v1" for server in claimed.servers if server.port]
             tenants.publish_servers(config.output_dir, urls)
@@ -144,13 +142,13 @@ def _run_on_node(config: RLConfig, host: HostResources) -> RunOutcome:
         for process in plan.processes:
             if process.server is not None:
                 rundir.forget_status(config.output_dir, process.name)
-        for path, section in plan.configs.items():
-            write_toml(section, path)
         return _supervise(config, plan, owner, nodes)
 
 
 def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner | None, nodes: Nodes | None = None) -> RunOutcome:
     output_dir, bench, began = config.output_dir, config.bench, time.time()
+    for path, section in plan.configs.items():
+        write_toml(section, path)
     logs = {process.name: process.log for process in plan.processes}
     console, of_tenants = Console(output_dir, config.max_steps, bench, logs), dict[Path, Console]()
 

@@ -1,6 +1,5 @@
 """Ports of the servers that a launcher starts: the one that was given, else the first that are free."""
 
-import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TypeVar
@@ -42,12 +41,10 @@ def with_ports(config: Config, client: str, offsets: Sequence[int] = (0,)) -> Co
             try:
                 for offset in offsets if looks else ():
                     claim_port(host, port + offset, _OPTION).close()
-                    claims.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0prime-rl rl: port {port + offset}")
+                    claims.enter_context(claim_port(host, port + offset, _OPTION, "rl"))
                 if not config.dry_run:
                     claimed_ports.push(claims.pop_all())
                 return config.with_values({"inference.server": server, f"{client}.base_url": f"{server.url}/v1"})
             except UserError as error:
                 refusals.append(error)
-            except OSError:
-                refusals.append(UserError(f"port {port} belongs to another run: choose another with {_OPTION}"))
     raise refusals[0]

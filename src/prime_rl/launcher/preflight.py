@@ -55,9 +55,8 @@ def check_lora(config: LoRAConfig | None, model: str, *, resumes: bool = False) 
     described = read_adapter_config(adapter)
     for option, key in (("rank", "r"), ("alpha", "lora_alpha")):
         if described.get(key) != (ours := getattr(config, option)):
-            raise UserError(
-                f"lora.adapter: {adapter} has {option} {described.get(key)}, not {ours:g}: give lora.{option}"
-            )
+            differs = f"{adapter} has {option} {described.get(key)}, not {ours:g}"
+            raise UserError(f"lora.adapter: {differs}: give lora.{option}")
     ours = weights_manifest(adapter).adapter if (adapter / MANIFEST).is_file() else None
     if ours is not None and directory is not None and ours.base != version_hash(hash_directory(directory)):
         raise UserError(f"lora.adapter: {adapter} is an adapter of another base model than {model}")

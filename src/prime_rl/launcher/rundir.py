@@ -24,21 +24,18 @@ _LOCK_SECONDS = 60.0  # long enough for another process to remove a large run
 
 # What a run writes, by directory. `--clean` removes these and nothing else: an output_dir may hold other things, and
 # somebody will say `--output-dir .` in a repository that has a configs/ of its own.
-_PROCESSES = ("rl", "trainer", "sft", "orchestrator", "eval", "inference", "inference-*")
+_PROCESSES = ("rl", "rl-*", "trainer", "trainer-*", "sft", "orchestrator", "eval", "inference", "inference-*")
 _OF_ONE_RUN = {"trainer", "sft", "orchestrator"}  # servers outlive runs
 _BY_PROCESS = ("settings", "metrics", "status", "logs", "configs", "evals")
 # Commits, what a new incarnation of the trainer has superseded, and small files; of each what a dead writer left.
 _COMMITTED = ("step_*", ".step_*", "given_up_*", ".given_up_*", "*.json", ".*.json.tmp-*")
 _NAMED = tuple(f"{name}{end}" for name in _PROCESSES for end in (".jsonl", ".log", ".*.log", ".toml"))
-_OF_NODES = "rl-*.toml", "trainer-*.log"
 _WRITTEN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("rollouts", "token_stats", "weights", "checkpoints", "recovery"), _COMMITTED),
-    **dict.fromkeys(("incarnations", "leases"), _COMMITTED),
-    **dict.fromkeys(("settings", "status", "nodes"), ("*.json", ".*.json.tmp-*")),
-    **dict.fromkeys(("metrics", "configs"), (*_NAMED, *_OF_NODES)),
-    "logs": (*_NAMED, *_OF_NODES, "envs", "wandb"),
-    "evals": ("*",),
-    "mlruns": ("*",),
+    **dict.fromkeys(("incarnations", "leases", "settings", "status", "nodes"), _COMMITTED),
+    **dict.fromkeys(("metrics", "configs"), _NAMED),
+    **dict.fromkeys(("evals", "mlruns"), ("*",)),
+    "logs": (*_NAMED, "envs", "wandb"),
     "tensorboard": ("trainer", "sft", "orchestrator", "eval"),
     ".": (f"{LEDGER}*",),
 }

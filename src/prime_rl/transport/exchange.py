@@ -533,9 +533,7 @@ def opened(handle: str, size: int, device: torch.device) -> Iterator[Tensor]:
         failed, address = runtime.cudaIpcOpenMemHandle(native, runtime.cudaIpcMemLazyEnablePeerAccess)
     if failed:
         _ipc_failed.append(str(failed.name))
-        raise ExchangeError(
-            f"the trainer's memory on this GPU cannot be opened ({failed.name}): weights come by TCP from now on"
-        )
+        raise ExchangeError(f"the trainer's memory on this GPU cannot be opened ({failed.name}): TCP is taken instead")
     try:
         yield _tensor(int(address), size, device)
     finally:

@@ -127,7 +127,7 @@ $ orchestrator --environment.id x --tenant.join d --tenant.name a --tenant.sched
   tenant.loss.kl_coef would not reach samples of advantage zero: set filter_zero_advantage = false
     (tenant.loss.kl_coef: --tenant.loss.kl-coef)
 $ orchestrator --environment.id x --tenant.join d --tenant.name a --ckpt.resume-step 3 --ckpt.output-dir /c
-  a tenant has its checkpoints in d/tenants/a: leave ckpt.output_dir out (ckpt.output_dir: --ckpt.output-dir)
+  a tenant saves in d/tenants/a: leave ckpt.output_dir out (ckpt.output_dir: --ckpt.output-dir)
   a tenant goes on from what is committed: leave ckpt.resume_step out (ckpt.resume_step: --ckpt.resume-step)
 $ rl --orchestrator.environment.id x --orchestrator.tenant.join d --orchestrator.tenant.name b
   `rl` starts a trainer of its own: leave orchestrator.tenant out (orchestrator.tenant: --orchestrator.tenant.name)
