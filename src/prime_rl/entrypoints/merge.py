@@ -4,7 +4,8 @@ from prime_rl.config.commands import MergeConfig
 from prime_rl.config.trainer import LoRAConfig
 from prime_rl.entrypoints import run_command, show
 from prime_rl.errors import UserError, say
-from prime_rl.launcher.preflight import check_lora, check_model
+from prime_rl.inference.checks import check_model
+from prime_rl.launcher.preflight import check_lora
 from prime_rl.transport.weights import ADAPTER_FILE, read_adapter_config, read_header
 
 

@@ -4,7 +4,8 @@ import asyncio
 
 from prime_rl.config import OrchestratorConfig, write_toml
 from prime_rl.entrypoints import begin, run_command
-from prime_rl.launcher.preflight import check_environment, check_model
+from prime_rl.inference.checks import check_model
+from prime_rl.launcher.preflight import check_environment
 from prime_rl.launcher.rundir import refuse_results
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import bench_table

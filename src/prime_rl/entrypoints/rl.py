@@ -16,7 +16,7 @@ from prime_rl.config.rl import DeploymentConfig, ParityConfig
 from prime_rl.entrypoints import run_command, show
 from prime_rl.entrypoints.eval import run as evaluate
 from prime_rl.errors import UserError, say, user_errors
-from prime_rl.launcher.preflight import check_model
+from prime_rl.inference.checks import check_model
 from prime_rl.monitor import log
 
 _EXAMINATIONS = {

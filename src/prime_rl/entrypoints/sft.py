@@ -7,8 +7,9 @@ from loguru import logger
 from prime_rl.config import SFTConfig
 from prime_rl.entrypoints import begin, rank_of, run_command
 from prime_rl.importing import quick_imports
+from prime_rl.inference.checks import check_model
 from prime_rl.launcher import slurm
-from prime_rl.launcher.preflight import check_dataset, check_environment, check_lora, check_model, state_memory
+from prime_rl.launcher.preflight import check_dataset, check_environment, check_lora, state_memory
 from prime_rl.transport.commit import disk_errors
 
 

@@ -3,7 +3,8 @@
 from prime_rl.config import TrainerConfig
 from prime_rl.entrypoints import begin, run_command
 from prime_rl.importing import quick_imports
-from prime_rl.launcher.preflight import check_lora, check_model, state_memory
+from prime_rl.inference.checks import check_model
+from prime_rl.launcher.preflight import check_lora, state_memory
 from prime_rl.transport.commit import disk_errors
 
 

@@ -43,9 +43,7 @@ def check(config: InferenceConfig, engine: Engine) -> None:
         caches = config.vllm.get("enable_prefix_caching", engine.device == "cuda")
         if why := why_no_choices(engine, prefix_caching=caches, pipeline=config.pipeline_parallel_size):
             raise UserError(f"router_replay: {why}")
-    model = local_model(config.model.name)
-    if model is not None:
-        check_model(model, needs_weights=config.vllm.get("load_format") != "dummy")
+    check_model(config.model.name, weights=config.vllm.get("load_format") != "dummy")
 
 
 def local_model(name: str) -> Path | None:
@@ -136,10 +134,14 @@ def is_recurrent(model: Path) -> bool:
     return re.search(r'"(mamba|conv|linear)_', json.dumps(read_json(model / "config.json"))) is not None
 
 
-def check_model(model: Path, needs_weights: bool = True) -> None:
-    """Check that a local model directory has a readable config.json and whole safetensors files."""
-    read_json(model / "config.json")
-    if not needs_weights:
+def check_model(name: str, *, weights: bool = True) -> None:
+    """Check that a local directory is there and describes a model, and with `weights` that its safetensors files are
+    whole. A name on the hub passes."""
+    if (model := local_model(name)) is None:
+        return
+    if "model_type" not in read_json(model / "config.json"):
+        raise UserError(f"{model / 'config.json'} describes no model: it has no model_type")
+    if not weights:
         return
     if missing := sorted(file for file in _indexed(model) if not (model / file).is_file()):
         raise UserError(f"{model}: {missing[0]} is missing, though the index lists it")

@@ -13,6 +13,7 @@ from typing import TypeVar
 from prime_rl.config import RLConfig, write_toml
 from prime_rl.config.shared import how_to_start
 from prime_rl.errors import UserError, say
+from prime_rl.inference.checks import check_model
 from prime_rl.inference.server import guarded_host
 from prime_rl.launcher import preflight, rundir, slurm
 from prime_rl.launcher.console import Console
@@ -226,7 +227,7 @@ def _check(config: RLConfig) -> None:
     orchestrator, shared = config.orchestrator, config.trainer.tenants is not None  # without an orchestrator
     sections = (config.trainer, None if shared else orchestrator, config.inference)
     for name in {section.model.name for section in sections if section is not None}:
-        preflight.check_model(name)
+        check_model(name)
     preflight.check_lora(config.trainer.lora, config.trainer.model.name, resumes=_resumes(config))
     check_trackers({"trainer": config.trainer.monitor, **({} if shared else {"orchestrator": orchestrator.monitor})})
     if config.inference is not None:

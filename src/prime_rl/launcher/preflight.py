@@ -20,14 +20,6 @@ from prime_rl.transport.weights import hash_directory, read_adapter_config, vers
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
-def check_model(name: str, *, weights: bool = True) -> None:
-    """Raise UserError for a local directory that is missing, is no model or, unless not `weights`, has no weights."""
-    if (path := checks.local_model(name)) is not None:
-        if "model_type" not in checks.read_json(path / "config.json"):
-            raise UserError(f"{path / 'config.json'} describes no model: it has no model_type")
-        checks.check_model(path, weights)
-
-
 def check_lora(config: LoRAConfig | None, model: str, *, resumes: bool = False) -> None:
     """Raise UserError for layers that the model has not, and for an adapter to start from that does not fit.
 

@@ -14,9 +14,9 @@ from prime_rl.config.base import find
 from prime_rl.config.commands import StarterConfig
 from prime_rl.envs import ids
 from prime_rl.errors import UserError, say, user_errors
-from prime_rl.inference.checks import visible_gpus
-from prime_rl.launcher import preflight
+from prime_rl.inference.checks import check_model, visible_gpus
 from prime_rl.launcher.plan import HostResources
+from prime_rl.launcher.preflight import check_environment
 
 _STATES = 8  # times the size of 16-bit weights: float32 masters and gradients, and moments of AdamW
 _TINY, _SMALL = "assets/tiny-reverse", "Qwen/Qwen3-0.6B"  # the first: already partly trained on reverse-text
@@ -40,8 +40,8 @@ def write_starter(config: StarterConfig) -> None:
         draft.write_text(text, encoding="utf-8")
     try:
         run = parse(RLConfig, ["@", str(draft)], {})
-        preflight.check_environment(run.orchestrator.all_environments()[0])
-        preflight.check_model(model)
+        check_environment(run.orchestrator.all_environments()[0])
+        check_model(model)
         if config.dry_run:
             return say(text.rstrip())
         draft.rename(config.file)

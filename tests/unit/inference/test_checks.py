@@ -26,7 +26,7 @@ CUDA = compat.Engine((0, 31), "0.31.0", "cuda")
 def model(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 512}))
     header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
     return directory
@@ -34,18 +34,18 @@ def model(tmp_path: Path) -> Path:
 
 def test_broken_models_are_named(model: Path) -> None:
     """Contract: cut tensors, a lost shard: the file is named. A whole model passes. (The rest: test_preflight.py.)"""
-    checks.check_model(model)
+    checks.check_model(str(model))
     data = (model / "model.safetensors").read_bytes()
     malformed = (b"", b"\xff" * 8 + data[8:], b"\x05\0\0\0\0\0\0\0{nope", b"\x02\0\0\0\0\0\0\0[]")
     for broken in (data[:4], data[:20], data[:-1], *malformed):
         (model / "model.safetensors").write_bytes(broken)
         with pytest.raises(UserError, match="model.safetensors"):
-            checks.check_model(model)
+            checks.check_model(str(model))
     (model / "model.safetensors").write_bytes(data)
     index = model / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
     with pytest.raises(UserError, match="model-2.safetensors is missing"):
-        checks.check_model(model)
+        checks.check_model(str(model))
 
 
 def test_a_hub_that_cannot_be_reached_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from prime_rl.config.shared import EnvConfig
 from prime_rl.errors import UserError
-from prime_rl.launcher.preflight import check_dataset, check_environment, check_model
+from prime_rl.inference.checks import check_model
+from prime_rl.launcher.preflight import check_dataset, check_environment
 
 TINY = Path(__file__).parents[3] / "assets" / "tiny-reverse"
 EMPTY_SAFETENSORS = b"\x02\0\0\0\0\0\0\0{}"
