@@ -137,7 +137,13 @@ async def test_one_file(run: Path, tmp_path: Path) -> None:
         await page.until("document.querySelectorAll('svg path').length >= 3")
         await page.open(f"{path.as_uri()}#rollouts?step=2&row=0&show=tokens&by=log_ratios")
         await shows(page, "mismatch to the sampler", "äöü", "\u22120.25")
-        for view, text in (("time", "Trainer, seconds"), ("ledger", "dropped: stale"), ("config", "max_steps")):
+        for view, text in (
+            ("time", "Trainer, seconds"),
+            ("ledger", "dropped: stale"),
+            ("config", "max_steps"),
+            ("evals", "avg@1"),
+        ):
             await page.open(f"{path.as_uri()}#{view}")
             await shows(page, text)
+        assert "does not have it" not in await page.evaluate(MAIN)  # there is no evals/report.json
         assert page.errors == []

@@ -88,7 +88,7 @@ function fromFile(query, params) {
   const used = { samples: ["step"], sample: ["step", "row"] }[query] || [];
   const key = [query, `run=${params.run}`, ...used.sort().map((name) => `${name}=${params[name]}`)].join("&");
   const data = FILE[key];
-  if (!data || data.error) throw new Error(data?.error || "this file does not have it: ask who sent it for the run, or another file");
+  if (data === undefined || data.error) throw new Error(data?.error || "this file does not have it: ask who sent it for the run, or another file");
   return data;
 }
 
