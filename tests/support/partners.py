@@ -23,4 +23,12 @@ def belongs_to(root: Path, process: str, pid: int) -> None:
     """As if that process had committed these settings."""
     path, found = root / "settings" / f"{process}.json", identify(pid)
     assert found is not None
-    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": pid, "started": found.started}))
+    change(path, pid=pid, started=found.started)
+
+
+def change(path: Path, **fields: object) -> dict[str, object]:
+    """Change the status in committed settings. Return it."""
+    record = json.loads(path.read_text())
+    record["status"] |= fields
+    path.write_text(json.dumps(record))
+    return dict(record["status"])

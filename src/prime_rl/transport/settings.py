@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from prime_rl.config.base import BaseConfig
 from prime_rl.errors import UserError
-from prime_rl.monitor.status import ProcessStatus, read_record, read_status
-from prime_rl.processes import ProcessId, is_alive, me, this_host
+from prime_rl.monitor.status import ProcessStatus, new_status, read_record, read_status
+from prime_rl.processes import is_alive, this_host
 from prime_rl.transport.commit import write_atomically
 
 LEDGER = "ledger.sqlite"  # of the orchestrator, in the run directory
@@ -42,18 +42,11 @@ _START_SECONDS = 300.0  # from these settings to the first status, on another ho
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """What one process of a run committed: who it is, and its settings by dotted key. `time` is unix seconds."""
+    """What one process of a run committed: its settings by dotted key, and its status then, which says who it is."""
 
     process: Party
-    pid: int
-    started: int
-    host: str
-    time: float
+    status: ProcessStatus
     settings: dict[str, Any]
-
-    @property
-    def id(self) -> ProcessId:
-        return ProcessId(self.pid, self.started)
 
 
 def check_and_commit(config: BaseConfig, process: Party) -> None:
@@ -73,7 +66,7 @@ def compare(config: BaseConfig, process: Party, *, gone: bool = True) -> Process
     mine, output_dir = _own(config, process), config.output_dir
     settings = mine.settings
     for partner, running in _committed(output_dir):
-        where = f"(pid {partner.pid} on {partner.host})"
+        where = f"(pid {partner.status.pid} on {partner.status.host})"
         if not (running or gone):
             continue
         if partner.process == process:
@@ -107,7 +100,8 @@ def _compare(mine: ProcessSettings, partner: ProcessSettings, keys: Iterable[str
                 lengths = f"seq_len is {made} in the orchestrator, but {room} in the trainer"
                 raise UserError(f"{lengths}: samples would not fit a micro-batch")
         elif ours != theirs:
-            running_there = f"in the {partner.process} that it runs with (pid {partner.pid} on {partner.host})"
+            where = f"(pid {partner.status.pid} on {partner.status.host})"
+            running_there = f"in the {partner.process} that it runs with {where}"
             raise UserError(f"{key} is {ours} here, but {theirs} {running_there}: give both the same value")
 
 
@@ -122,8 +116,7 @@ def slots_for(config: BaseConfig, deployment: Path) -> int | None:
 
 
 def _own(config: BaseConfig, process: Party) -> ProcessSettings:
-    itself = me()
-    return ProcessSettings(process, itself.pid, itself.started, this_host(), time.time(), _shared(config, process))
+    return ProcessSettings(process, new_status(process), _shared(config, process))
 
 
 def _shared(config: BaseConfig, process: Party) -> dict[str, Any]:
@@ -147,10 +140,10 @@ def _committed(output_dir: Path) -> Iterator[tuple[ProcessSettings, bool]]:
     for path in sorted((output_dir / "settings").glob("*.json")):
         if (record := read_record(ProcessSettings, path)) is not None:
             status = read_status(output_dir).get(record.process)
-            if status is not None and (status.id, status.host) == (record.id, record.host):
+            if status is not None and (status.id, status.host) == (record.status.id, record.status.host):
                 yield record, _is_live(status)
             else:
-                yield record, _is_believed_alive(record.id, record.host, record.time + _START_SECONDS)
+                yield record, _is_live(record.status, _START_SECONDS)
 
 
 def dry_path(output_dir: Path, name: str) -> Path:
@@ -185,12 +178,10 @@ def running_processes(output_dir: Path) -> set[str]:
     return names | {name.partition(".")[0] for name, status in statuses if _is_live(status)}
 
 
-def _is_live(status: ProcessStatus) -> bool:
-    return status.outcome is None and _is_believed_alive(status.id, status.host, status.heartbeat + _FRESH_SECONDS)
-
-
-def _is_believed_alive(process: ProcessId, host: str, until: float) -> bool:
-    """Whether another process is alive; one on another host counts as alive until `until` (unix seconds)."""
-    if host == this_host():
-        return process.pid != os.getpid() and is_alive(process)
-    return time.time() < until
+def _is_live(status: ProcessStatus, fresh_seconds: float = _FRESH_SECONDS) -> bool:
+    """Whether another process is alive; one on another host is, for so long after its heartbeat."""
+    if status.outcome is not None:
+        return False
+    if status.host == this_host():
+        return status.pid != os.getpid() and is_alive(status.id)
+    return time.time() < status.heartbeat + fresh_seconds

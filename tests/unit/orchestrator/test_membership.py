@@ -99,9 +99,8 @@ def test_starting_over_ends_the_membership(deployment: Path) -> None:
     assert tenants.joins(deployment) == {}
     check_and_commit(config, "orchestrator")
     tenants.ask_to_join(directory, {})
-    partners.belongs_to(
-        directory, "orchestrator", json.loads((deployment / "settings/trainer.json").read_text())["pid"]
-    )
+    trainer = json.loads((deployment / "settings/trainer.json").read_text())["status"]
+    partners.belongs_to(directory, "orchestrator", trainer["pid"])
     membership.prepare(config)
     assert list(tenants.joins(deployment)) == ["alice"]
     with pytest.raises(UserError, match="another orchestrator .* is running in .*alice: .*another --tenant.name"):

@@ -1,6 +1,5 @@
 """Partners of a run agree on what they share, or one of them refuses to start, naming the key and both values."""
 
-import json
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +14,7 @@ from prime_rl.errors import UserError
 from prime_rl.monitor.status import new_status, status_path, write_record
 from prime_rl.transport.settings import check_and_commit, suggestions
 from support import partners
-from support.partners import belongs_to
+from support.partners import belongs_to, change
 
 partner = partners.partner
 
@@ -57,11 +56,11 @@ def test_a_partner_that_agrees_or_is_gone_is_no_obstacle(tmp_path, partner):
     for process in ("trainer", "inference"):
         belongs_to(tmp_path, process, partner)
     check_and_commit(orchestrator(tmp_path, seq_len=128), "orchestrator")
-    claim = json.loads((tmp_path / "settings/trainer.json").read_text())
-    path = write_status(tmp_path, claim, outcome="finished")
+    settings = tmp_path / "settings/trainer.json"
+    path = write_status(tmp_path, change(settings), outcome="finished")
     check_and_commit(orchestrator(tmp_path, seed=9), "orchestrator")
     path.unlink()
-    (tmp_path / "settings/trainer.json").write_text(json.dumps({**claim, "started": 1}))
+    change(settings, started=1)
     check_and_commit(orchestrator(tmp_path, seed=9), "orchestrator")
     with pytest.raises(UserError, match="model.name is other here, but Qwen/Qwen3-0.6B in the inference"):
         check_and_commit(orchestrator(tmp_path, model=ModelConfig(name="other")), "orchestrator")
@@ -98,7 +97,7 @@ def test_there_is_one_of_each(tmp_path, partner, process):
     with pytest.raises(UserError, match=rf"another {process} \(pid {partner} on .*\) is running in"):
         check_and_commit(config, process)
     assert path.read_bytes() == before
-    path.write_text(json.dumps({**json.loads(before), "started": 1}))
+    change(path, started=1)
     check_and_commit(config, process)
 
 
@@ -106,11 +105,10 @@ def test_on_another_host_fresh_settings_or_a_fresh_heartbeat_count(tmp_path):
     """Pids mean nothing there."""
     check_and_commit(TrainerConfig(output_dir=tmp_path, seed=4), "trainer")
     path = tmp_path / "settings/trainer.json"
-    claim = {**json.loads(path.read_text()), "host": "elsewhere"}
-    path.write_text(json.dumps(claim))
+    claim = change(path, host="elsewhere")
     with pytest.raises(UserError, match="seed is 0 here, but 4 in the trainer"):
         check_and_commit(orchestrator(tmp_path), "orchestrator")
-    path.write_text(json.dumps({**claim, "time": 1.0}))
+    change(path, heartbeat=1.0)
     check_and_commit(orchestrator(tmp_path), "orchestrator")
     write_status(tmp_path, claim)
     with pytest.raises(UserError, match="another trainer"):
