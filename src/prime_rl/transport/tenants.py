@@ -40,13 +40,6 @@ class TenantKey:
 
 
 @dataclass(frozen=True)
-class Servers:
-    """Where the servers that `rl tenants` has started are: `client.base_url` of a tenant on this host."""
-
-    urls: list[str]
-
-
-@dataclass(frozen=True)
 class Join:
     """A request to be a member, named by `nonce`: `settings` for the trainer, by their keys in TrainerConfig."""
 
@@ -59,14 +52,13 @@ def tenant_dir(deployment: Path, name: str) -> Path:
 
 
 def publish_servers(deployment: Path, urls: list[str]) -> None:
-    """Commit where the servers are."""
-    write_atomically(deployment / _SERVERS, json.dumps(asdict(Servers(urls))).encode())
+    """Commit where the servers that `rl tenants` has started are: `client.base_url` of a tenant on this host."""
+    write_atomically(deployment / _SERVERS, json.dumps(urls).encode())
 
 
 def server_urls(deployment: Path) -> list[str]:
     """Return where the servers are; none are known if they were started by hand."""
-    servers = read_record(Servers, deployment / _SERVERS)
-    return [] if servers is None else servers.urls
+    return read_record(list[str], deployment / _SERVERS) or []
 
 
 def key_hash(name: str, key: str) -> str:
