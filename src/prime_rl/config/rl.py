@@ -24,10 +24,7 @@ class RLConfig(RecoverableRun, MonitorConfig):
     seq_len: PositiveInt | None = option(None, "Most tokens of a sample (None: as the sections say).")
     slurm: SlurmConfig | None = option(None, "Submit the run as a SLURM job (None: run here).", mark="one_time")
     trainer_gpus: PositiveInt = option(1, "GPUs that train.")
-    inference_gpus: PositiveInt | None = option(None, "GPUs that serve (None: as many as the servers need).")
-    inference_servers: PositiveInt | None = option(
-        None, "Servers to start, from server.port on (None: as many as fit inference_gpus, two a GPU for small models)."
-    )
+    inference_gpus: PositiveInt | None = option(None, "GPUs that serve, by servers from server.port on (None: one's).")
     share_gpus: bool = option(False, "Train and serve on the same GPUs: gpu_memory_utilization splits them.")
     trainer_ranks: PositiveInt | None = option(None, "Processes that train (None: one per GPU, on CPU one).")
     nodes: PositiveInt = option(1, "Nodes of the run; the same command runs on each, with its node_rank.")
@@ -106,9 +103,8 @@ class RLConfig(RecoverableRun, MonitorConfig):
         yield conflict(servers >= self.nodes, none)
         meet = rank >= servers and self.nodes - servers > 1 and self.rendezvous is None
         yield conflict(meet, "several nodes that train need a <rendezvous>, HOST:PORT of the first of them")
-        counts = self.inference_gpus or self.inference_servers
-        one = "each of <inference_nodes> runs one server: leave <inference_gpus> and <inference_servers> out"
-        yield conflict(counts, one)
+        one = "each of <inference_nodes> runs one server: leave <inference_gpus> out"
+        yield conflict(self.inference_gpus, one)
         for name in ("slurm", "share_gpus", "bench"):  # tenants: see `DeploymentConfig`
             yield conflict(getattr(self, name), f"<{name}> is for one node: leave it or <nodes> out")
 

@@ -137,7 +137,7 @@ def agree_on_address(table: Table, client: str) -> Problem | None:
         return Problem(f"{router} names servers behind a router, {leave_out}", router)
     urls = table.items(tuple(key.split("."))) or [table.entry(key).value]
     if len(urls) > 1:
-        return Problem(f"{key} names {len(urls)} servers, {leave_out} (`rl` has inference_servers for several)", key)
+        return Problem(f"{key} names {len(urls)} servers, {leave_out} (`rl` has inference_gpus for several)", key)
     host, port = (table.entry(one).value for one in (host_key, port_key))
     name = host_in_url("localhost" if host in (ABSENT, None) else host)
     own = f"http://{name}:{DEFAULT_PORT if port is ABSENT else port}/v1"

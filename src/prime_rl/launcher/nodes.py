@@ -224,7 +224,7 @@ def node_plan(config: RLConfig, machine: HostResources, nodes: Nodes, urls: list
         if count > len(machine.gpus):
             raise UserError(f"node {nodes.rank} needs {count} GPUs for {name}, and has {len(machine.gpus)}")
         sections[name] = section
-        processes.append(process_spec(config, machine, name, tuple(machine.gpus[:count]), 1, *module, **more))
+        processes.append(process_spec(config, machine, name, tuple(machine.gpus[:count]), *module, **more))
 
     if inference is not None and not nodes.is_trainer:
         values = {"replica": nodes.rank, "weights_root": inference.weights_root or config.output_dir / "weights"}

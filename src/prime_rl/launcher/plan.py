@@ -116,7 +116,7 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
     tenants = config.trainer.tenants
 
     def process(name: str, *module: str, **more: Any) -> ProcessSpec:
-        return process_spec(config, machine, name, gpus[name], len(servers), *module, **more)
+        return process_spec(config, machine, name, gpus[name], *module, **more)
 
     ranks = config.trainer_ranks or max(1, len(layout.trainer))
     # Port 0: torchrun picks a free one, so that two runs on one host never meet.
@@ -136,13 +136,13 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
 
 
 def process_spec(
-    config: RLConfig, machine: HostResources, name: str, gpus: tuple[str, ...], servers: int, *module: str,
+    config: RLConfig, machine: HostResources, name: str, gpus: tuple[str, ...], *module: str,
     key_variable: str = "", log: str = "", **more: Any,
 ) -> ProcessSpec:  # fmt: skip
-    """Return what starts one process of a run. `servers`: on this host; `key_variable`: gives it the servers' key."""
+    """Return what starts one process of a run. `key_variable`: gives it the servers' key."""
     recover = [RECOVER] if config.recover and name in PAIR else []
     argv = (sys.executable, "-m", *module, "@", str(config_path(config, name)), *recover)
-    env = environment(config, machine, name, gpus, servers)
+    env = environment(config, machine, name, gpus)
     if key_variable and config.inference is not None and config.inference.api_key is not None:
         env[key_variable] = config.inference.api_key
     return ProcessSpec(name, argv, config.output_dir / "logs" / f"{log or name}.log", env, gpus, **more)
@@ -223,9 +223,7 @@ def _sections(config: RLConfig, layout: Layout, servers: Mapping[str, ServerSpec
     return sections
 
 
-def environment(
-    config: RLConfig, machine: HostResources, name: str, gpus: Sequence[str], servers: int
-) -> dict[str, str]:
+def environment(config: RLConfig, machine: HostResources, name: str, gpus: Sequence[str]) -> dict[str, str]:
     """Return the variables that the child gets on top of ours. What the user has set stays, except for the placement.
 
     More OpenMP threads than cores spin and cost much more. Sampling ahead (async_level ≥ 1) keeps servers and trainer
@@ -237,7 +235,7 @@ def environment(
     training = cores if in_turns else cores - served
     defaults = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not gpus:
-        threads = {"trainer": training // ranks, "orchestrator": 1}.get(name, served // max(1, servers))
+        threads = {"trainer": training // ranks, "orchestrator": 1}.get(name, served)
         defaults["OMP_NUM_THREADS"] = str(max(1, threads))
     elif name == "trainer":
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -267,8 +265,9 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
     serves = inference is not None and on_cuda(inference.device, machine)
     training = config.trainer_gpus if on_cuda(config.trainer.device, machine) else 0
     _refuse_senseless(config, serves, training)
-    sizes = [] if inference is None else _server_sizes(config, inference, serves)
-    inference_gpus = sum(sizes)
+    count = 0 if inference is None else _count_servers(config, inference, serves)
+    size = 0 if inference is None or not serves else gpus_of_a_server(inference)
+    inference_gpus = count * size
     if config.share_gpus and not 0 < inference_gpus == training:
         raise UserError(f"share_gpus: as many GPUs must train as serve, not {training} and {inference_gpus}")
     needed = inference_gpus if config.share_gpus else inference_gpus + training
@@ -281,15 +280,14 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
             f"the run needs {needed} GPUs ({inference_gpus} for inference, {training} for trainer), but {have}: see "
             f"--trainer-gpus, --inference-gpus, --device{hint}"
         )
-    left = iter(visible)
-    servers = tuple(tuple(next(left) for _ in range(size)) for size in sizes)
-    trainer = tuple(visible if config.share_gpus else left)[:training]
+    servers = tuple(tuple(visible[size * number : size * (number + 1)]) for number in range(count))
+    trainer = tuple(visible if config.share_gpus else visible[inference_gpus:])[:training]
     if inference is None:
         return Layout((), trainer)
     if not serves:
         machine = replace(machine, gpu_gib=None)
     ports = tuple(range(len(servers)))
-    if serves and config.inference_servers is None and _gains_by_two(config, inference, len(servers), machine):
+    if serves and _gains_by_two(config, inference, len(servers), machine):
         memory = _memory(config, inference, 2, machine)
         if memory[1] is not None:
             return Layout(servers * 2, trainer, *memory, (*ports, *(_EXTRA_PORTS + port for port in ports)))
@@ -301,31 +299,26 @@ def gpus_of_a_server(inference: InferenceConfig) -> int:
     return inference.tensor_parallel_size * inference.pipeline_parallel_size * replicas
 
 
-def _server_sizes(config: RLConfig, inference: InferenceConfig, served: bool) -> list[int]:
-    wanted, each, total = config.inference_servers, gpus_of_a_server(inference), config.inference_gpus
-    if not served:
-        return [0] * (wanted or 1)
-    count = wanted or (1 if total is None else total // each)
-    if total not in (None, count * each):
-        asked = f"{wanted} servers use {wanted * each}" if wanted else f"{total} is no multiple of that"
-        raise UserError(
-            f"inference_gpus {total} cannot be laid out: a server uses {each} (the product of its tensor, "
-            f"pipeline and data parallel sizes), {asked}"
-        )
-    return [each] * count
+def _count_servers(config: RLConfig, inference: InferenceConfig, served: bool) -> int:
+    """Return how many servers to start, on GPUs if `served`. Raises UserError: `inference_gpus` is no multiple."""
+    each, total = gpus_of_a_server(inference), config.inference_gpus
+    if not served or total is None:
+        return 1
+    if total % each:
+        sizes = "the product of its tensor, pipeline and data parallel sizes"
+        raise UserError(f"inference_gpus {total} cannot be laid out: a server uses {each} ({sizes})")
+    if total > each and inference.data_parallel_size_local not in (None, inference.data_parallel_size):
+        raise UserError("inference_gpus: servers spread over nodes are started by `inference`")
+    return total // each
 
 
 def _refuse_senseless(config: RLConfig, serves: bool, training: int) -> None:
     """Raise UserError for settings that mean nothing here. `serves`: on GPUs; `training`: how many GPUs train."""
-    inference, servers, gpus = config.inference, config.inference_servers, config.inference_gpus
-    ranks = config.trainer_ranks
-    spread = inference is not None and inference.data_parallel_size_local not in (None, inference.data_parallel_size)
+    inference, ranks = config.inference, config.trainer_ranks
     refusals = (
-        (inference is None and (servers or gpus), "inference_servers, inference_gpus: there is no [inference]"),
+        (not serves and config.inference_gpus, "inference_gpus: no GPU serves here (see [inference] and --device)"),
         (inference and inference.headless, "inference.headless: another node serves its requests; use `inference`"),
-        (spread and (servers or 1) > 1, "inference_servers: servers spread over nodes are started by `inference`"),
         (not training and config.trainer_gpus > 1, "trainer_gpus: no GPU trains here (--device); use --trainer-ranks"),
-        (not serves and gpus, "inference_gpus: no GPU serves here (--device); use --inference-servers"),
         (training and ranks not in (None, training), f"trainer_ranks {ranks}, trainer_gpus {training}: one GPU a rank"),
     )
     for refused, message in refusals:

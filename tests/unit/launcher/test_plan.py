@@ -53,7 +53,7 @@ def section(plan: Plan, name: str) -> Any:
         (8, {"tensor_parallel_size": 3, "data_parallel_size": 2}, {"trainer_gpus": 2}, ["012345", "67"]),
         # One server a group of GPUs.
         (5, {"tensor_parallel_size": 2}, {"inference_gpus": 4}, ["01", "23", "4"]),
-        (2, {}, {"inference_servers": 2, "share_gpus": True, "trainer_gpus": 2, "gib": 80.0}, ["0", "1", "01"]),
+        (2, {}, {"inference_gpus": 2, "share_gpus": True, "trainer_gpus": 2, "gib": 80.0}, ["0", "1", "01"]),
         # A server that runs already takes none.
         (2, None, {}, ["0"]),
         # `CUDA_VISIBLE_DEVICES=2,3 rl …`: by the names given there.
@@ -156,7 +156,6 @@ def test_two_servers_share_a_gpu(share, cache, utilization):
         {"inference": {"kv_cache_gib": 70.0}},
         {"inference": {"gpu_memory_utilization": 0.1}},
         {"inference": {"vllm": {"max-num-seqs": 64}}},
-        {"inference_servers": 1},
         {"share_gpus": True, "trainer": {"lora": {}}},
     ],
 )
@@ -187,15 +186,14 @@ HALF = {"gpu_memory_utilization": 0.5}
 @pytest.mark.parametrize(
     ("gpus", "inference", "given", "message"),
     [
-        (8, None, {"inference_servers": 2}, r"there is no \[inference\]"),
+        (8, None, {"inference_gpus": 2}, r"no GPU serves here \(see \[inference\]"),
         (8, {"headless": True, "vllm": {"nnodes": 2}}, {}, "another node serves its requests"),
-        (8, SPREAD, {"inference_servers": 2}, "spread over nodes"),
-        (0, {"server": {"port": 65535}}, {"inference_servers": 2}, "port 65535 leaves no ports for 2 servers"),
-        (8, {"tensor_parallel_size": 4}, {"inference_gpus": 6}, r"a server uses 4 \(.*\), 6 is no multiple"),
+        (8, SPREAD, {"inference_gpus": 4}, "spread over nodes"),
+        (3, {"server": {"port": 65535}}, {"inference_gpus": 2}, "port 65535 leaves no ports for 2 servers"),
+        (8, {"tensor_parallel_size": 4}, {"inference_gpus": 6}, r"inference_gpus 6 .* a server uses 4 \(.*\)"),
         (8, {}, {"trainer_ranks": 2}, "trainer_ranks 2, trainer_gpus 1: one GPU a rank"),
-        (8, {}, {"inference_servers": 2, "inference_gpus": 1}, r"inference_gpus 1 .* a server uses 1 .*, 2 .* use 2"),
         (0, {}, {"trainer_gpus": 2}, "trainer_gpus: no GPU trains here .*--trainer-ranks"),
-        (0, {}, {"inference_gpus": 2}, "inference_gpus: no GPU serves here .*--inference-servers"),
+        (0, {}, {"inference_gpus": 2}, "inference_gpus: no GPU serves here"),
         # Not enough GPUs, with the arithmetic.
         (2, {}, {"inference_gpus": 4}, r"needs 5 GPUs \(4 for inference, 1 for trainer\), but 2 visible \(0, 1\)"),
         (0, {"device": "cuda"}, {}, r"needs 2 GPUs \(1 for inference, 1 for trainer\), but no GPU was found"),
@@ -253,7 +251,6 @@ def test_command_lines():
         ({"cores": 2}, ("1", "1")),
         ({"cores": 2, "async_level": 0}, ("1", "2")),
         ({"cores": 8}, ("4", "4")),
-        ({"cores": 8, "inference_servers": 2}, ("2", "4")),
         ({"cores": 2, "environ": {"OMP_NUM_THREADS": "3"}}, (None, None)),
     ],
 )
