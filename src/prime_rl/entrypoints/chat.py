@@ -13,8 +13,11 @@ def chat(arguments: list[str], description: str) -> None:
     parser = ArgumentParser("rl chat", description=description)
     parser.add_argument("run", metavar="RUN", help="output directory of a run, or a directory of weights")
     parser.add_argument("--message", metavar="TEXT", help="ask this, print the reply, and end")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt, as the environment's in training")
     parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (0: greedy)")
-    options, messages = parser.parse_args(arguments), list[dict[str, str]]()
+    options = parser.parse_args(arguments)
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    messages = [*system]
     print(f"looking for a server of {options.run}, or starting one", file=sys.stderr, flush=True)
     with serve(options.run) as server:
         print(f"{server.model} at {server.base_url}", file=sys.stderr, flush=True)
@@ -29,7 +32,7 @@ def chat(arguments: list[str], description: str) -> None:
                 if options.message is not None:
                     raise
                 say(f"error: {error}\n(a new conversation begins)")
-                messages.clear()
+                messages = [*system]
                 continue
             say("")
             messages.append({"role": "assistant", "content": reply})

@@ -62,6 +62,9 @@ def variants(config: SlurmRun, base: Path) -> list[SlurmRun]:
             raise UserError(f"slurm.sweep, {', '.join(words)}: {'; '.join(error.problems)}") from None
         if directory in {one.output_dir for one in made}:
             raise UserError(f"slurm.sweep: two combinations of values have the directory {directory}")
+        saves = run.ckpt if isinstance(run, RLConfig | SFTConfig) else None
+        if saves is not None and saves.output_dir is not None and made:
+            raise UserError("slurm.sweep: all runs would save in ckpt.output_dir: leave it out")
         made.append(run.model_copy(update={"slurm": config.slurm}))
     return made
 
