@@ -66,6 +66,11 @@ class ClassicEnv(ConversationEnv):
         # verifiers tears an environment down when the process exits.
         super().__init__(setup, tools=any(env.tool_defs for env in nested))
 
+    def mark_first_task(self, marked: Callable[[Any], Any]) -> Any:
+        row = self._rows[0]
+        self._rows = [{name: marked(value) for name, value in row.items()}]
+        return row.get("answer")
+
     async def converse(self, run: Run, conversation: Conversation, result: EpisodeResult) -> list[Turn]:
         client, raised = _Client(conversation), list[str]()
         _RAISED.set(raised)

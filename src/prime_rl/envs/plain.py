@@ -81,6 +81,10 @@ class PlainEnv(ConversationEnv):
         self._tools = module.get("tools")
         super().__init__(setup, tools=bool(self._tools))
 
+    def mark_first_task(self, marked: Callable[[Any], Any]) -> Any:
+        self._tasks[0] = marked(self._tasks[0])
+        return self._tasks[0].get("answer")
+
     async def converse(self, run: Run, conversation: Conversation, result: EpisodeResult) -> list[Turn]:
         task = copy.deepcopy(self._tasks[run.task_index])
         chat = Chat(conversation, task, self.setup.max_turns, self._tools)

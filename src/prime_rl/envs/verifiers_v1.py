@@ -14,6 +14,7 @@ import random
 import re
 import sys
 from array import array
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Self
@@ -34,13 +35,13 @@ from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.interception.server import InterceptionServer
 from verifiers.v1.utils.loaders import default_harness_id, taskset_class, taskset_config_type
+from verifiers.v1.utils.version import verifiers_commit
 
 from prime_rl.envs.conversation import CallFailed, EngineClient, arguments_of, request_settings
 from prime_rl.envs.convert import CONTEXT_FULL, Message, classify, convert, opening
 from prime_rl.envs.ids import Broken, LoadError, check_arguments, describe, find, import_module, module_name, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Run, Setup
 from prime_rl.envs.tools import MALFORMED_CALL, SERVER_SECONDS, Toolbox, ToolRuntime, check
-from prime_rl.envs.trial import broken_reward
 
 HARNESS_ID = "prime_rl_chat"
 # verifiers imports a harness by a top-level module name, and takes the one in its `__all__`; ours is in the package.
@@ -48,7 +49,6 @@ sys.modules[HARNESS_ID] = sys.modules[__name__]
 
 __all__ = ["ChatHarness"]
 
-TRIAL_SECONDS = 5.0  # for a task's scoring, before there is a model
 ENDLESS_TASKS = 10_000  # of a taskset that never ends: its first ones
 CHAT_TRIES = 8  # of an API that is asked by its chat route
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
@@ -73,7 +73,7 @@ class VerifiersEnv:
 
     def __init__(self, setup: Setup) -> None:
         setup = replace(setup, env_id=_import(setup.env_id))
-        self._name, self._id = setup.name, setup.env_id
+        self._name = setup.name
         self._model = setup.sampled_by or setup.model
         config = _env_config(setup)
         self._branched = setup.trajectories == "branched"
@@ -82,7 +82,7 @@ class VerifiersEnv:
             tools = taskset.toolsets(config.taskset) or taskset.task_type().toolsets(config.taskset.task)
         except Exception as error:
             raise LoadError(f"environment {setup.env_id!r}: its tools failed to load: {describe(error)}") from error
-        self._engine = None if setup.chat_timeout else EngineClient(setup, bool(tools))
+        self.engine = None if setup.chat_timeout else EngineClient(setup, bool(tools))
         by_tokens: Any = vf.TrainClientConfig(api_key_var=API_KEY_VAR)
         self._client = chat_config(setup.chat_timeout) if setup.chat_timeout else by_tokens
         try:
@@ -94,20 +94,16 @@ class VerifiersEnv:
             if not self._tasks:
                 raise ValueError("it has no tasks")
             self.task_ids = unique(task.key for task in self._tasks)
-            shows = self._engine.renderer if self._engine and setup.demonstration else None
+            shows = self.engine.renderer if self.engine and setup.demonstration else None
             self._show = functools.partial(_hint, shows, setup)
             self._show(self._tasks[0])  # an environment whose first task has none is not one to start with
         except Exception as error:
             raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error
+        verifiers_commit()  # which runs git, and is cached
         self._exit_stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Raises LoadError: a reward function cannot work, or a tool server does not start."""
-        broken = ""
-        with contextlib.suppress(Exception):  # what cannot be tried so is seen in episodes
-            broken = await asyncio.wait_for(broken_reward(self._env, self._tasks[0]), TRIAL_SECONDS)
-        if broken:
-            raise LoadError(f"environment {self._id!r}: {broken}")
+        """Raises LoadError: a tool server does not start."""
         try:
             async with asyncio.timeout(SERVER_SECONDS):
                 await self._exit_stack.enter_async_context(self._env.serving())
@@ -119,8 +115,15 @@ class VerifiersEnv:
 
     async def __aexit__(self, *_: object) -> None:
         await self._exit_stack.aclose()
-        if self._engine is not None:
-            await self._engine.close()
+        if self.engine is not None:
+            await self.engine.close()
+
+    def mark_first_task(self, marked: Callable[[Any], Any]) -> Any:
+        """Replace the dicts in the first task, and leave the taskset's tools out. Returns the task's answer."""
+        task, taskset = self._tasks[0], type(self._env.taskset)
+        task = self._tasks[0] = task.with_data(**{name: marked(value) for name, value in task.data})
+        taskset.toolsets = type(task).toolsets = lambda *_: []
+        return getattr(task.data, "answer", None)
 
     async def run(self, run: Run) -> EpisodeResult:
         """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
@@ -130,10 +133,10 @@ class VerifiersEnv:
         except ValueError as error:
             return EpisodeResult(run.episode_id, self._name, run.task_id, Outcome.INVALID, str(error))
         (slot,) = self._env.slots(task)
-        values = run.sampling if self._engine is None else request_settings(run.sampling, run.policy_version)
+        values = run.sampling if self.engine is None else request_settings(run.sampling, run.policy_version)
         client, server = self._client.model_copy(update={"base_url": run.base_url}), self._env._interception
         if (key := client.model_dump_json()) not in server.clients:  # ours in place of its own; it closes them
-            engine = self._engine
+            engine = self.engine
             made: Client = PatientClient(client) if engine is None else ConversationClient(engine, run.base_url)
             server.clients[key] = made
             server.stack.push_async_callback(made.close)
@@ -141,7 +144,7 @@ class VerifiersEnv:
         interception.set(server)
         episode = await self._env.run_slot(slot, context)
         result = EpisodeResult(run.episode_id, self._name, run.task_id, Outcome.OK)
-        convert(result, episode, tokens=self._engine is not None, branched=self._branched)
+        convert(result, episode, tokens=self.engine is not None, branched=self._branched)
         for sample in result.samples:
             sample.hint = hint
         of_tools = any(error.type == "ToolsetError" for trace in episode.traces for error in trace.errors)

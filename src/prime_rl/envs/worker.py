@@ -130,6 +130,10 @@ class WorkerServer:
                 env = load(setup)
                 for number in (signal.SIGTERM, signal.SIGINT):  # only now: a classic environment takes them for itself
                     self._loop.add_signal_handler(number, this_task.cancel)
+                from prime_rl.envs.trial import find_fault
+
+                if fault := await find_fault(env, setup):
+                    raise LoadError(f"environment {setup.env_id!r}: its first task fails whatever the reply: {fault}")
                 await exit_stack.enter_async_context(env)
             except (LoadError, ModuleNotFoundError) as error:
                 traceback.print_exc()

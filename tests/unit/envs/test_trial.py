@@ -1,29 +1,31 @@
-"""Reward functions are tried before a server is up; what is reported no reply could have prevented."""
+"""The first task is run before a server is up; what is reported no reply could have prevented."""
 
-from contextlib import suppress
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prime_rl.envs import verifiers_v1
-from prime_rl.envs.ids import LoadError
+from prime_rl.envs import trial
 from prime_rl.envs.protocol import Setup
-from prime_rl.envs.trial import broken_reward
+from prime_rl.envs.worker import load
 
-SOURCE = """
-import asyncio, json, re
+VERIFIERS = """
+import json, os, re, socket, subprocess, time
+from typing import Any
 import verifiers.v1 as vf
 
 class Data(vf.TaskData):
     answer: str = "4"
-    seed: int | None = None
+    info: dict[str, Any] = {{"labels": ["a"]}}
 
 class Task(vf.Task[Data]):
     {hook}
 
     @vf.reward(weight=1.0)
     async def graded(self, {parameters}) -> float:
+        task, text = self.data.model_dump(), trace.last_reply
+        info = self.data.info
         {body}
 
 class TestTaskset(vf.Taskset[Task, vf.TasksetConfig]):
@@ -36,83 +38,145 @@ class TestEnv(vf.SingleAgentEnv):
 
 __all__ = ["TestTaskset", "TestEnv"]
 """
-PASSES = "await agents.agent.run(task)"
+PLAIN = """
+import json, os, re, socket, subprocess, time
 
+tasks = [{{"prompt": "2 + 2", "answer": "4", "info": {{"labels": ["a"]}}}}]
 
-def source(body: str, parameters: str = "trace", hook: str = "pass", env: str = PASSES) -> str:
-    return SOURCE.format(body=body, parameters=parameters, hook=hook, env=env)
-
-
-async def tried(**parts: str) -> str:
-    names: dict[str, Any] = {"__name__": "tried"}
-    exec(source(**parts), names)
-    with suppress(Exception):  # it cannot be tried
-        return await broken_reward(object.__new__(names["TestEnv"]), names["Task"](names["Data"](prompt="2 + 2")))
-    return ""
-
-
-BROKEN: dict[str, dict[str, Any]] = {
-    "RuntimeError: no luck": {"body": "raise RuntimeError('no luck')"},
-    "KeyError: 'difficulty'": {"body": "return 1.0 / {}['difficulty'] * len(trace.last_reply)"},
-    "TypeError: ": {"body": "return 1.0", "parameters": "completion"},
-    "NameError: name 'similarity' is not defined": {"body": "return similarity(trace.last_reply, self.data.answer)"},
-    "'Data' object has no attribute 'truth'": {"body": "return float(trace.last_reply == self.data.truth)"},
-    "has no attribute 'parse'": {"body": "return json.parse(trace.last_reply)"},
-    "No module named 'surely_not_installed'": {"body": "reply = trace.last_reply; import surely_not_installed"},
-    "ZeroDivisionError: ": {"body": "return 1 / 0", "env": "await agents.agent.run(task.with_data(seed=1))"},
+async def rollout(task, chat):
+    reply = await chat()
+    text, info = reply.text, task["info"]
+    {body}
+"""
+BROKEN = {
+    "KeyError: 'label'": "return float(text == info['label'])",
+    "KeyError: 'weights'": "if info['weights']:\n            return 1.0",
+    "NameError: name 'likeness' is not defined": "return likeness(text) if len(text) < 9999 else 0.0",
+    "ModuleNotFoundError: No module named 'not_installed'": "import not_installed",
+    "ImportError: cannot import name 'parse' from 'json'": "from json import parse",
+    "AttributeError: module 'json' has no attribute 'parse'": "return json.parse(text)",
+    "RuntimeError: no luck": "raise RuntimeError('no luck')",
+    "ZeroDivisionError: division by zero": "return 1 / 0",
 }
-FINE: dict[str, dict[str, Any]] = {
-    "it reads the reply": {"body": "return float(trace.last_reply == self.data.answer)"},
-    "a reply without tags": {"body": "return float(re.search('<a>(.*)</a>', trace.last_reply).group(1))"},
-    "a reply that is no JSON": {"body": "return json.loads(trace.last_reply)['score']"},
-    "no calls were made": {"body": "return trace.calls[-1].cost"},
-    "a loop over nothing": {"body": "for call in trace.calls: last = call\n        return last"},
+FINE = {
+    "reads the reply": "return float(text == '4')",
+    "needs tags": "return float(re.search('<a>(.*)</a>', text).group(1))",
+    "needs JSON": "return json.loads(text)['score']",
+    "needs a tag by name": "return float(dict(re.findall('<(.*)>(.*)</.*>', text))['score'])",
+    "needs one of its choices": "return {'A': 1.0, 'B': 0.0}[text]",
+    "needs a label of the task": "letter = (re.findall('[A-D]', text[-1:]) or ['?'])[0]; return info[letter]",
+    "keeps what it finds": "info.update(re.findall('<(.*)>(.*)</.*>', text)); return float(info['score'])",
+    "keeps it in a branch": "if '<score>' in text:\n            info['score'] = 1.0\n        return info['score']",
+    "loops over nothing": "for step in re.findall('<step>', text): last = step\n        return len(last)",
+    "refuses": "if '<a>' not in text:\n            raise KeyError('no tag')\n        return 1.0",
+    "refuses in a handler": "try:\n            return float(json.loads(text)['a'])\n        except Exception:\n"
+    "            raise NotImplementedError",
+    "runs the reply": "return float(eval((re.findall('<code>(.*)</code>', text) or ['nothing'])[0]))",
+    "needs an object": "return (json.loads(text) if text.startswith('{') else text).get('score')",
+    "may find a service": "raise_ = socket.create_connection(('127.0.0.1', 1)); return raise_['x']",
+    "runs a program": "subprocess.run(['true'], check=True); raise RuntimeError('after it')",
+    "writes a file": "open('written', 'w').close(); raise RuntimeError('after it')",
+    "takes long": "time.sleep(600)",
+}
+OF_VERIFIERS: dict[str, dict[str, str]] = {
+    "missing 1 required positional argument: 'completion'": {"parameters": "trace, completion", "body": "return 1.0"},
+    "'Data' object has no attribute 'truth'": {"body": "return float(text == self.data.truth)"},
+    "RuntimeError: not prepared": {"hook": "async def setup(self): raise RuntimeError('not prepared')"},
+    "KeyError: 'goal'": {"hook": "async def finalize(self, trace): trace.last_reply, self.data.info['goal']"},
+    "NameError: name 'grade' is not defined": {"hook": "async def score(self, trace, runtime=None): grade(trace)"},
+    "NameError: name 'seed' is not defined": {"env": "await agents.agent.run(task.with_data(seed=seed))"},
+}
+FINE_OF_VERIFIERS: dict[str, dict[str, str]] = {
+    "no calls were made": {"body": "return trace.calls[7].cost"},
     "a metric of the rollout": {"body": "return trace.metrics['steps']"},
-    "a service that may come back": {"body": "raise ConnectionError('refused')"},
-    "it needs a runtime": {"body": "return len(runtime.name)", "parameters": "trace, runtime=None"},
-    "the task is prepared": {
-        "body": "return self.goal", "hook": "async def setup(self, trace, runtime): self.goal = 1.0",
+    "the task is prepared": {"hook": "async def setup(self): self.goal = 1.0", "body": "return self.goal"},
+    "a stop makes a note": {
+        "hook": "@vf.stop\n    async def noted(self, trace: vf.Trace) -> bool:\n        self.note = 1.0\n"
+        "        return False",
+        "body": "return self.note",
     },
-    "the environment completes the task": {
-        "body": "return 1 / self.data.seed", "env": "await agents.agent.run(task.with_data(seed=1))",
+    "it uses its runtime": {
+        "parameters": "trace, runtime",
+        "body": "await runtime.run(['true'], {}); raise RuntimeError('after it')",
     },
-    "the environment does something else": {
-        "body": "raise RuntimeError", "env": "await agents.agent.provision(task)",
+    "there is a second turn": {
+        "env": "async with agents.agent.interaction(task) as chat:\n"
+        "            await chat.turn('one')\n            await chat.turn('two')",
+        "body": "raise RuntimeError('in no single turn')",
     },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("cause", BROKEN)
-async def test_a_reward_that_cannot_work_is_named(cause: str) -> None:
-    """Contract: function and exception: of an exception before the rollout is read, and afterwards of what does not
-    exist."""
-    said = await tried(**BROKEN[cause])
-    assert cause in said
-    assert said.startswith("'graded', which scores its episodes, raises whatever the reply: ")
+def source_of(kind: str, body: str = "return 1.0", **parts: str) -> str:
+    if kind == "python":
+        return PLAIN.format(body=body.replace("\n    ", "\n"))
+    defaults = {"hook": "pass", "parameters": "trace", "env": "await agents.agent.run(task)"}
+    return VERIFIERS.format(body=body, **(defaults | parts))
 
 
-@pytest.mark.parametrize("why", FINE)
-async def test_what_another_reply_or_run_may_prevent_is_no_fault(why: str) -> None:
-    """Contract: no false alarm where an exception may be due to the made-up reply, to what a real episode prepares, or
-    to a service that is away."""
-    assert await tried(**FINE[why]) == ""
-
-
-async def test_a_worker_is_not_ready_with_a_broken_reward(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Contract: one line that names the environment, too; a slow function is not waited for."""
+@pytest.fixture
+def find(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(verifiers_v1, "TRIAL_SECONDS", 0.2)
+    monkeypatch.chdir(tmp_path)
 
-    async def enter(name: str, body: str) -> None:
-        (tmp_path / f"{name}.py").write_text(source(body))
-        async with verifiers_v1.VerifiersEnv(Setup(f"{name}-eval", name, {}, str(tiny_model), "auto", "info")):
-            pass
+    async def find(kind: str, **parts: str) -> str:
+        name = f"tried_{abs(hash(request.node.nodeid))}"
+        (tmp_path / f"{name}.py").write_text(source_of(kind, **parts))
+        setup = Setup("tried", name, {}, str(tiny_model), "auto", "info", adapter=kind)
+        return await trial.find_fault(load(setup), setup)
 
-    await enter("slow_reward", "await asyncio.sleep(600)")
-    with pytest.raises(LoadError) as caught:
-        await enter("bad_reward", "return 1 / 0")
-    assert str(caught.value).startswith("environment 'bad_reward': 'graded', which scores its episodes, raises")
-    assert "ZeroDivisionError: division by zero" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    return find
+
+
+KINDS = pytest.mark.parametrize("kind", ["verifiers", "python"])
+
+
+@KINDS
+@pytest.mark.parametrize("cause", BROKEN)
+async def test_what_no_reply_prevents_is_found(find: Any, kind: str, cause: str) -> None:
+    """Contract: on one line, the exception and where the environment's own code raises it."""
+    fault = await find(kind, body=BROKEN[cause])
+    assert fault.startswith(cause)
+    assert "tried_" in fault.rpartition(" (")[2]
+    assert "\n" not in fault
+
+
+@pytest.mark.parametrize("cause", OF_VERIFIERS)
+async def test_whatever_runs_in_an_episode_is_tried(find: Any, cause: str) -> None:
+    """Contract: a task's own setup, end and score, and the environment's code around them."""
+    assert cause in await find("verifiers", **OF_VERIFIERS[cause])
+
+
+@KINDS
+@pytest.mark.parametrize("why", FINE)
+async def test_what_another_reply_may_prevent_is_no_fault(
+    find: Any, kind: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Contract: no false alarm of a parser, nor of what was cut off; no file is written; no wait beyond a limit."""
+    monkeypatch.setattr(trial, "SECONDS", 5.0 if why != "takes long" else 0.5)
+    assert await find(kind, body=FINE[why]) == ""
+    assert not (tmp_path / "written").exists()
+
+
+@pytest.mark.parametrize("why", FINE_OF_VERIFIERS)
+async def test_what_a_real_episode_prepares_is_no_fault(find: Any, why: str) -> None:
+    """Contract: no false alarm of what depends on other hooks, a runtime or more turns."""
+    assert await find("verifiers", **FINE_OF_VERIFIERS[why]) == ""
+
+
+@pytest.mark.parametrize("how", ["in Python", "by the C library"])
+async def test_nothing_is_connected_to(find: Any, how: str) -> None:
+    """Contract: a service is not called, through whatever library: the kernel ends what tries."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        server.settimeout(0.2)
+        connect = f"socket.create_connection({address!r})"
+        if how != "in Python":
+            packed = address[1].to_bytes(2, "big") + bytes([127, 0, 0, 1]) + bytes(8)
+            connect = (
+                "import ctypes; libc = ctypes.CDLL(None); "
+                f"libc.connect(libc.socket(2, 1, 0), (2).to_bytes(2, 'little') + {packed!r}, 16)"
+            )
+        assert await find("python", body=f"{connect}\n        raise RuntimeError('after it')") == ""
+        with pytest.raises(TimeoutError):
+            server.accept()
