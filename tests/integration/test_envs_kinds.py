@@ -108,6 +108,22 @@ async def test_classic_single_turn(world):
     assert result.completion == "olleh"
 
 
+async def test_classic_environments_are_tried(python, tmp_path):
+    """What no reply prevents ends the start, on one line; a parser that raises does not, nor a turn that may not be."""
+    model = make_tokenizer(tmp_path / "model")
+    for reward, cause in (
+        ("label", "KeyError: 'label'"),
+        ("name", "NameError: name 'similarity' is not defined"),
+        ("module", "ModuleNotFoundError: No module named 'not_installed'"),
+    ):
+        with pytest.raises(UserError, match=f"reverse-classic.*its tasks fail whatever the reply: {cause}.*classic.py"):
+            async with open_pool([classic(python, reward=reward)], model, tmp_path / reward):
+                pass
+    fine = [classic(python, reward="parser"), classic(python, "finite", kind="finite")]
+    async with open_pool(fine, model, tmp_path / "fine"):
+        pass
+
+
 async def test_classic_turns(world):
     """The second turn extends the ids of the first, also when that was cut; one that starts over is a sample of its
     own. `max_turns` cuts a conversation short, which is said; the environment's own end is none that cuts; who asks

@@ -49,9 +49,9 @@ class ClassicEnv(ConversationEnv):
                         'it has no tasks of its own for evaluation (split = "eval"): leave the split out to be '
                         "evaluated on those that it is trained on, or name another environment"
                     )
-            self._rows = self._env.get_eval_dataset() if split == "eval" else self._env.get_dataset()
+            self.tasks = self._env.get_eval_dataset() if split == "eval" else self._env.get_dataset()
             self.task_ids = ids.unique(
-                f"{ids.module_name(setup.env_id)}/{number}" for number in self._rows["example_id"]
+                f"{ids.module_name(setup.env_id)}/{number}" for number in self.tasks["example_id"]
             )
             if not self.task_ids:
                 raise ValueError("it has no tasks")
@@ -66,15 +66,10 @@ class ClassicEnv(ConversationEnv):
         # verifiers tears an environment down when the process exits.
         super().__init__(setup, tools=any(env.tool_defs for env in nested))
 
-    def mark_first_task(self, marked: Callable[[Any], Any]) -> Any:
-        row = self._rows[0]
-        self._rows = [{name: marked(value) for name, value in row.items()}]
-        return row.get("answer")
-
     async def converse(self, run: Run, conversation: Conversation, result: EpisodeResult) -> list[Turn]:
         client, raised = _Client(conversation), list[str]()
         _RAISED.set(raised)
-        output = await self._env.run_rollout(self._rows[run.task_index], client, self.engine.model, dict(run.sampling))
+        output = await self._env.run_rollout(self.tasks[run.task_index], client, self.engine.model, dict(run.sampling))
         metrics = {name: float(value) for name, value in (output["metrics"] or {}).items()}
         weighed = {name for name, weight in self._weights.items() if weight}
         result.rewards = {name: value * self._weights[name] for name, value in metrics.items() if name in weighed}

@@ -8,7 +8,7 @@ import ast
 import json
 import os
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
@@ -119,10 +119,6 @@ class ConversationEnv:
 
     async def __aexit__(self, *_: object) -> None:
         await self.engine.close()
-
-    def mark_first_task(self, marked: Callable[[Any], Any]) -> Any:
-        """Replace the first task, or the dicts in it. Returns its answer, if it has one."""
-        raise NotImplementedError
 
     async def converse(self, run: Run, conversation: Conversation, result: EpisodeResult) -> Sequence[Turn]:
         """Run an episode, and put what the environment says of it into its result. Returns the turns to train on."""

@@ -74,19 +74,13 @@ class Chat:
 class PlainEnv(ConversationEnv):
     def __init__(self, setup: Setup) -> None:
         module = vars(ids.import_module(setup.env_id))
-        self._rollout, self._tasks = _parts(module, setup)
-        self.task_ids = ids.unique(
-            str(task["id"]) if "id" in task else _key(setup.env_id, task) for task in self._tasks
-        )
+        self._rollout, self.tasks = _parts(module, setup)
+        self.task_ids = ids.unique(str(task["id"]) if "id" in task else _key(setup.env_id, task) for task in self.tasks)
         self._tools = module.get("tools")
         super().__init__(setup, tools=bool(self._tools))
 
-    def mark_first_task(self, marked: Callable[[Any], Any]) -> Any:
-        self._tasks[0] = marked(self._tasks[0])
-        return self._tasks[0].get("answer")
-
     async def converse(self, run: Run, conversation: Conversation, result: EpisodeResult) -> list[Turn]:
-        task = copy.deepcopy(self._tasks[run.task_index])
+        task = copy.deepcopy(self.tasks[run.task_index])
         chat = Chat(conversation, task, self.setup.max_turns, self._tools)
         first, begun = len(chat.messages), time.monotonic()
         try:

@@ -1,28 +1,26 @@
-"""Run the first task before any server is up: an environment that cannot work is found in seconds.
+"""Run the first tasks before any server is up: an environment that cannot work is found in seconds.
 
-A forked copy of the worker runs it, with a stand-in for the model. The copy is cut off: it ends, in silence, as soon as
-it would connect to anything, start a program or write a file, so that no judge is asked and no sandbox paid. It ends,
-too, when a second reply is wanted, a reply leads to a reward, or time is up. It reports what each of several replies
-led to and no other could prevent. Episodes show what else there is.
+A forked copy of the worker runs them, with a stand-in for the model. The copy is cut off: it ends, in silence, as soon
+as it would connect to anything, start a program or write a file (no judge is asked, no sandbox paid), a reply leads to
+a reward, or time is up. It reports what several replies led to and no other could prevent. Episodes show the rest.
 """
 
 import ast
 import asyncio
-import copy
 import ctypes
 import fcntl
 import inspect
 import linecache
 import os
 import platform
+import re
 import signal
-import stat
 import struct
 import sys
 import textwrap
 import traceback
 from contextlib import suppress
-from types import CodeType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from renderers.base import RenderedTokens
@@ -32,6 +30,7 @@ from prime_rl.envs.protocol import Run, Setup
 from prime_rl.wait import WaitTimeout, within
 
 SECONDS = 5.0  # for all replies
+MOST_TURNS = 20
 SENTENCE = "I have thought about it, and this is my reply: it depends."
 
 _SYSTEM_CALLS = {"x86_64": (42, 59), "aarch64": (203, 221)}  # connect, execve
@@ -39,68 +38,28 @@ _OUTSIDE = ("os.", "shutil.", "socket.", "subprocess.", "pty.", "sqlite3.")  # a
 _HARMLESS = ("os.listdir", "os.scandir", "os.walk", "os.putenv", "os.unsetenv", "socket.__new__", "socket.bind")
 _FIXED = ("prime_rl.envs.plain.Reply", "verifiers.v1.task.TaskData", "verifiers.v1.trace.Trace")  # in their fields
 _FRAMEWORK = ("verifiers.", "prime_rl.", "asyncio.")
-_SIMPLE = (ast.expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Import, ast.ImportFrom)
+_SIMPLE = (ast.expr, ast.Assign, ast.AnnAssign, ast.Expr, ast.Import, ast.ImportFrom)
 _BRANCHES = (ast.IfExp, ast.BoolOp, ast.comprehension)
-
-
-class TaskDict(dict[Any, Any]):
-    """A dict of the task's own. Changed, it ends the trial: what is in it then might depend on a reply."""
-
-    def __missing__(self, key: Any) -> Any:
-        raise KeyError(key)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "TaskDict":
-        return TaskDict({key: copy.deepcopy(value, memo) for key, value in self.items()})
-
-    __setitem__ = __ior__ = setdefault = update = lambda *_, **__: os._exit(0)  # type: ignore[assignment]
-
-
-def marked(value: Any) -> Any:
-    """The value with a `TaskDict` for every dict in it."""
-    if type(value) is dict:
-        return TaskDict({key: marked(each) for key, each in value.items()})
-    return [marked(each) for each in value] if type(value) is list else value
-
-
-class _StandIn:
-    """An engine that has one reply."""
-
-    branched, renderer = True, SimpleNamespace(bridge_to_next_turn=None)
-
-    def __init__(self, model: str) -> None:
-        self.model = model
-        self.reply: str | None = None
-
-    async def generate(self, *_: Any, **__: Any) -> dict[str, Any]:
-        if self.reply is None:
-            os._exit(0)
-        content, self.reply = self.reply, None
-        prompt = RenderedTokens(token_ids=[0], message_indices=[-1])
-        return dict(
-            prompt_ids=[0], prompt_attribution=prompt, completion_ids=[0], completion_logprobs=[0.0], content=content,
-            reasoning_content=None, tool_calls=[], finish_reason="stop", routed_experts=None,
-        )  # fmt: skip
 
 
 async def find_fault(env: Any, setup: Setup) -> str:
     """Describe the exception that every episode of an adapter, not yet entered, would end with; "": none is known."""
     reading, writing = os.pipe()
-    if not (pid := os.fork()):
+    with open(reading, encoding="utf-8", errors="replace") as pipe, suppress(OSError, WaitTimeout):
+        if not (pid := os.fork()):
+            try:
+                _cut_off(writing)
+                asyncio.run(_try(env, setup, writing))
+            finally:
+                os._exit(0)
+        os.close(writing)
         try:
-            _cut_off(writing)
-            asyncio.run(_try(env, setup, writing))
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with open(reading, "rb") as pipe:
-        try:
-            ended = asyncio.to_thread(pipe.read)
-            return (await within(ended, subject="end", owner="the first task's trial", seconds=SECONDS)).decode()
-        except WaitTimeout:
-            return ""
+            report = asyncio.to_thread(pipe.read)
+            return await within(report, subject="end", owner="the trial of a task", seconds=SECONDS)
         finally:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            os.waitpid(pid, 0)  # bounded: it is killed
+    return ""
 
 
 def _cut_off(pipe: int) -> None:
@@ -109,8 +68,8 @@ def _cut_off(pipe: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # the listing's own
-            to_read = stat.S_ISREG(os.fstat(number).st_mode) and not fcntl.fcntl(number, fcntl.F_GETFL) & 3
-            if number not in (1, 2, pipe, null) and not to_read:
+            to_read = os.path.isfile(f"/proc/self/fd/{number}") and not fcntl.fcntl(number, fcntl.F_GETFL) & 3
+            if number not in (pipe, null) and not to_read:
                 os.dup2(null, number)
     libc, (connect, execute) = ctypes.CDLL(None, use_errno=True), _SYSTEM_CALLS[platform.machine()]
     # Load the number of a system call; end the process if it is one of these; else allow it.
@@ -128,75 +87,86 @@ def _cut_off(pipe: int) -> None:
 
 
 async def _try(env: Any, setup: Setup, pipe: int) -> None:
-    """Run an episode per reply, and write what all of them end with, if anything, into the pipe."""
-    raised: list[BaseException] = []
-    noting: list[tuple[Any, str]] = [(ids, "describe")]
-    if v1 := sys.modules.get("verifiers.v1.rollout"):
-        noting += [(v1.Rollout, "fail"), (sys.modules["verifiers.v1.env"], "_as_error")]
-    for owner, name in noting:
+    """Run an episode of a few tasks per reply, and write what all of them end with, if anything, into the pipe."""
+    raised: Any = []
+    noted: list[tuple[Any, str]] = [(ids, "describe")]
+    if not isinstance(env.tasks[0], dict):  # of verifiers.v1
+        noted += [(sys.modules["verifiers.v1.rollout"].Rollout, "fail"), (sys.modules["verifiers.v1.env"], "_as_error")]
+        type(env.tasks[0]).toolsets = type(env._env.taskset).toolsets = lambda *_: []  # they are programs
+    for owner, name in noted:  # all are called with an exception, last
         call = getattr(owner, name)
         setattr(owner, name, lambda *args, call=call: (raised.append(args[-1]), call(*args))[1])
-    answer, faults = env.mark_first_task(marked), set[str]()
-    env.engine = engine = _StandIn(setup.model)
+    text, turns, faults = "", 0, set[str]()
+
+    async def generate(*_: Any, **__: Any) -> dict[str, Any]:
+        nonlocal turns
+        turns += 1
+        if turns > MOST_TURNS:
+            os._exit(0)
+        return {
+            "prompt_ids": [0], "prompt_attribution": RenderedTokens(token_ids=[0], message_indices=[-1]),
+            "completion_ids": [0], "completion_logprobs": [0.0], "content": text, "reasoning_content": None,
+            "tool_calls": [], "finish_reason": "stop", "routed_experts": None,
+        }  # fmt: skip
+
+    renderer = SimpleNamespace(bridge_to_next_turn=None)
+    env.engine = SimpleNamespace(branched=True, model=setup.model, renderer=renderer, generate=generate)
     async with env:
-        for reply in dict.fromkeys((str(answer or SENTENCE), SENTENCE, "")):
-            engine.reply = reply
-            raised.clear()
-            result = await env.run(Run(0, "trial", 0, env.task_ids[0], {}, 0, "http://trial/v1", SECONDS))
-            if result.ok or not raised:
-                os._exit(0)
-            error = raised[0]
-            while error.__cause__ is not None and type(error).__module__.startswith("verifiers."):
-                error = error.__cause__
-            certain = _is_certain(error)
-            faults.add(ids.report(error))
-            if len(faults) > 1 or not certain:
-                os._exit(0)
-        os.write(pipe, "".join(faults).encode()[:4096])
+        for index in {0, len(env.task_ids) // 2, len(env.task_ids) - 1}:  # one of many may be bad
+            task = env.tasks[index]
+            data = task if isinstance(task, dict) else dict(task.data)
+            for reply in dict.fromkeys((str(data.get("answer", SENTENCE)), SENTENCE, "")):
+                text, turns = reply, 0
+                raised.clear()
+                result = await env.run(Run(0, "trial", index, env.task_ids[index], {}, 0, "http://trial/v1", SECONDS))
+                if result.ok or not raised:
+                    os._exit(0)
+                error = raised[0]
+                while error.__cause__ is not None and type(error).__module__.startswith("verifiers."):
+                    error = error.__cause__
+                faults.add(ids.describe(error))
+                if len(faults) > 1 or not _is_certain(error, turns, repr(data)):
+                    os._exit(0)
+        os.write(pipe, "".join(faults).encode(errors="replace"))
         os._exit(0)
 
 
-def _is_certain(error: BaseException) -> bool:
-    """Whether no other reply could prevent it: a name, a module, a field of the task or an argument is missing, or it
-    is raised on the way of every episode. Parsers raise the rest."""
+def _is_certain(error: BaseException, turns: int, task: str) -> bool:
+    """Whether no other reply could prevent it: a name, a module or an argument is missing, or, in an episode of one
+    turn, a field of the task, or it is raised on the way of every episode. Parsers raise the rest."""
     if isinstance(error, ImportError):
         return isinstance(error, ModuleNotFoundError) or "cannot import name" in str(error)
-    last = error.__traceback__
-    assert last is not None
-    while last.tb_next is not None and last.tb_next.tb_frame.f_code is not TaskDict.__missing__.__code__:
-        last = last.tb_next
-    in_task, last.tb_next = last.tb_next is not None, None  # what is reported is where it was looked up
+    frames = list(traceback.walk_tb(error.__traceback__))
+    last, line = frames[-1]
     if isinstance(error, NameError | AttributeError):
-        thing, file = getattr(error, "obj", None), last.tb_frame.f_code.co_filename
+        thing, file = getattr(error, "obj", None), last.f_code.co_filename
         if any(f"{kind.__module__}.{kind.__name__}" in _FIXED for kind in type(thing).__mro__):
             return True
         if isinstance(thing, ModuleType) or "is not defined" in str(error):
             lines = linecache.getlines(getattr(thing, "__file__", file) or "")
-            made = any("global " in line and str(error.name) in line for line in lines)  # some time
+            made = any("global " in each and str(error.name) in each for each in lines)  # some time
             return not made and not file.startswith("<")  # a reply that is run as code
-    frames = list(traceback.walk_tb(error.__traceback__))
     own = [frame for frame, _ in frames if not frame.f_globals.get("__name__", "").startswith(_FRAMEWORK)]
     if not own:
         return isinstance(error, TypeError) and " missing " in str(error) and " required " in str(error)
-    if own != [frames[-1][0]] or (statement := _on_the_way(own[0].f_code, last.tb_lineno)) is None:
+    if turns > 1 or own != [last] or last.f_code.co_name == "env_response":  # which some replies make needless
         return False
-    nodes = list(ast.walk(statement))
-    if in_task:
-        keys = [node.slice for node in nodes if isinstance(node, ast.Subscript)]
-        return any(isinstance(key, ast.Constant) and key.value == error.args[0] for key in keys)
-    return isinstance(statement, ast.Raise) or not any(isinstance(node, ast.Name | ast.Attribute) for node in nodes)
-
-
-def _on_the_way(code: CodeType, line: int) -> ast.AST | None:
-    """The statement of a function at a line, or the condition of its `if`; None where what is before it, or in it, may
-    lead elsewhere."""
-    source, first = inspect.getsourcelines(code)
-    (function,) = ast.parse(textwrap.dedent("".join(source))).body
-    for statement in getattr(function, "body", ()):
-        part = statement.test if isinstance(statement, ast.If) else statement
-        if part.lineno <= line - first + 1 <= part.end_lineno:
-            whole = isinstance(part, (*_SIMPLE, ast.Return, ast.Raise))
-            return part if whole and not any(isinstance(node, _BRANCHES) for node in ast.walk(part)) else None
-        if not isinstance(statement, _SIMPLE):
-            return None
-    return None
+    source, first = inspect.getsourcelines(last.f_code)
+    function: Any = ast.parse(textwrap.dedent("".join(source))).body[0]
+    before = [each for each in function.body if first + each.end_lineno <= line]
+    part: Any = function.body[len(before)]
+    part = part.test if isinstance(part, ast.If) else part
+    straight = isinstance(part, (*_SIMPLE, ast.Return, ast.Raise)) and all(isinstance(each, _SIMPLE) for each in before)
+    nodes = list(ast.walk(part))
+    if first + part.end_lineno <= line or not straight or any(isinstance(node, _BRANCHES) for node in nodes):
+        return False
+    if isinstance(part, ast.Raise) or not any(isinstance(node, ast.Name | ast.Attribute) for node in nodes):
+        return True
+    calls = [node for each in before for node in ast.walk(each) if isinstance(node, ast.Call)]
+    passed = {getattr(node, "id", "") for call in calls for node in ast.walk(call)}  # may have been changed
+    for node in nodes if isinstance(error, KeyError) else []:
+        if isinstance(node, ast.Subscript) and ast.unparse(node.slice) == repr(error.args[0]):
+            name = re.fullmatch(r"(\w+)[\w.'\[\]]*", ast.unparse(node.value))
+            value = eval(name[0], last.f_globals, last.f_locals) if name and name[1] not in passed else None
+            return isinstance(value, dict) and bool(value) and repr(value) in task
+    return False

@@ -14,7 +14,6 @@ import random
 import re
 import sys
 from array import array
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Self
@@ -89,14 +88,14 @@ class VerifiersEnv:
             self._env = vf.load_environment(config)
             random.seed(0)  # of an endless taskset every worker is to draw the same first tasks
             self.bounded: bool = self._env.taskset.bounded
-            self._tasks = list(itertools.islice(self._env.taskset, None if self.bounded else ENDLESS_TASKS))
+            self.tasks = list(itertools.islice(self._env.taskset, None if self.bounded else ENDLESS_TASKS))
             random.seed()
-            if not self._tasks:
+            if not self.tasks:
                 raise ValueError("it has no tasks")
-            self.task_ids = unique(task.key for task in self._tasks)
+            self.task_ids = unique(task.key for task in self.tasks)
             shows = self.engine.renderer if self.engine and setup.demonstration else None
             self._show = functools.partial(_hint, shows, setup)
-            self._show(self._tasks[0])  # an environment whose first task has none is not one to start with
+            self._show(self.tasks[0])  # an environment whose first task has none is not one to start with
         except Exception as error:
             raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error
         verifiers_commit()  # which runs git, and is cached
@@ -118,16 +117,9 @@ class VerifiersEnv:
         if self.engine is not None:
             await self.engine.close()
 
-    def mark_first_task(self, marked: Callable[[Any], Any]) -> Any:
-        """Replace the dicts in the first task, and leave the taskset's tools out. Returns the task's answer."""
-        task, taskset = self._tasks[0], type(self._env.taskset)
-        task = self._tasks[0] = task.with_data(**{name: marked(value) for name, value in task.data})
-        taskset.toolsets = type(task).toolsets = lambda *_: []
-        return getattr(task.data, "answer", None)
-
     async def run(self, run: Run) -> EpisodeResult:
         """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
-        task = self._tasks[run.task_index]
+        task = self.tasks[run.task_index]
         try:
             hint = self._show(task)
         except ValueError as error:

@@ -133,7 +133,7 @@ class WorkerServer:
                 from prime_rl.envs.trial import find_fault
 
                 if fault := await find_fault(env, setup):
-                    raise LoadError(f"environment {setup.env_id!r}: its first task fails whatever the reply: {fault}")
+                    raise LoadError(f"environment {setup.env_id!r}: its tasks fail whatever the reply: {fault}")
                 await exit_stack.enter_async_context(env)
             except (LoadError, ModuleNotFoundError) as error:
                 traceback.print_exc()

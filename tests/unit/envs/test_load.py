@@ -59,7 +59,7 @@ async def test_a_task_that_demonstrates_nothing(tiny_model: Path) -> None:
         assert result.outcome is Outcome.INVALID
         assert "has nothing in its field 'answer' to show" in result.message
         assert result.task_id == env.task_ids[place]
-    assert env._show(env._tasks[3]) != env._show(env._tasks[0])
+    assert env._show(env.tasks[3]) != env._show(env.tasks[0])
 
 
 def test_an_endless_taskset(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

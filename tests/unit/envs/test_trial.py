@@ -1,12 +1,14 @@
 """The first task is run before a server is up; what is reported no reply could have prevented."""
 
+import functools
+import itertools
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prime_rl.envs import trial
+from prime_rl.envs import conversation, trial
 from prime_rl.envs.protocol import Setup
 from prime_rl.envs.worker import load
 
@@ -48,6 +50,8 @@ async def rollout(task, chat):
     text, info = reply.text, task["info"]
     {body}
 """
+NUMBERS = itertools.count()
+CHOOSE = functools.cache(conversation.choose)  # reading a tokenizer takes longest
 BROKEN = {
     "KeyError: 'label'": "return float(text == info['label'])",
     "KeyError: 'weights'": "if info['weights']:\n            return 1.0",
@@ -78,15 +82,22 @@ FINE = {
     "writes a file": "open('written', 'w').close(); raise RuntimeError('after it')",
     "takes long": "time.sleep(600)",
 }
+TWO_TURNS = """
+        async with agents.agent.interaction(task) as chat:
+            await chat.turn()
+            await chat.turn('again')"""
 OF_VERIFIERS: dict[str, dict[str, str]] = {
     "missing 1 required positional argument: 'completion'": {"parameters": "trace, completion", "body": "return 1.0"},
     "'Data' object has no attribute 'truth'": {"body": "return float(text == self.data.truth)"},
     "RuntimeError: not prepared": {"hook": "async def setup(self): raise RuntimeError('not prepared')"},
     "KeyError: 'goal'": {"hook": "async def finalize(self, trace): trace.last_reply, self.data.info['goal']"},
     "NameError: name 'grade' is not defined": {"hook": "async def score(self, trace, runtime=None): grade(trace)"},
+    "NameError: name 'turns' is not defined": {"env": TWO_TURNS, "body": "return 1.0 / turns"},
     "NameError: name 'seed' is not defined": {"env": "await agents.agent.run(task.with_data(seed=seed))"},
 }
 FINE_OF_VERIFIERS: dict[str, dict[str, str]] = {
+    "needs tags": {"body": FINE["needs tags"]},
+    "needs a label of the task": {"body": FINE["needs a label of the task"]},
     "no calls were made": {"body": "return trace.calls[7].cost"},
     "a metric of the rollout": {"body": "return trace.metrics['steps']"},
     "the task is prepared": {"hook": "async def setup(self): self.goal = 1.0", "body": "return self.goal"},
@@ -100,8 +111,7 @@ FINE_OF_VERIFIERS: dict[str, dict[str, str]] = {
         "body": "await runtime.run(['true'], {}); raise RuntimeError('after it')",
     },
     "there is a second turn": {
-        "env": "async with agents.agent.interaction(task) as chat:\n"
-        "            await chat.turn('one')\n            await chat.turn('two')",
+        "env": TWO_TURNS,
         "body": "raise RuntimeError('in no single turn')",
     },
 }  # fmt: skip
@@ -115,23 +125,21 @@ def source_of(kind: str, body: str = "return 1.0", **parts: str) -> str:
 
 
 @pytest.fixture
-def find(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+def find(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(conversation, "choose", CHOOSE)
 
-    async def find(kind: str, **parts: str) -> str:
-        name = f"tried_{abs(hash(request.node.nodeid))}"
-        (tmp_path / f"{name}.py").write_text(source_of(kind, **parts))
+    async def find(kind: str, source: str = "", **parts: str) -> str:
+        name = f"tried_{next(NUMBERS)}"
+        (tmp_path / f"{name}.py").write_text(source or source_of(kind, **parts))
         setup = Setup("tried", name, {}, str(tiny_model), "auto", "info", adapter=kind)
         return await trial.find_fault(load(setup), setup)
 
     return find
 
 
-KINDS = pytest.mark.parametrize("kind", ["verifiers", "python"])
-
-
-@KINDS
+@pytest.mark.parametrize("kind", ["verifiers", "python"])
 @pytest.mark.parametrize("cause", BROKEN)
 async def test_what_no_reply_prevents_is_found(find: Any, kind: str, cause: str) -> None:
     """Contract: on one line, the exception and where the environment's own code raises it."""
@@ -147,14 +155,13 @@ async def test_whatever_runs_in_an_episode_is_tried(find: Any, cause: str) -> No
     assert cause in await find("verifiers", **OF_VERIFIERS[cause])
 
 
-@KINDS
 @pytest.mark.parametrize("why", FINE)
 async def test_what_another_reply_may_prevent_is_no_fault(
-    find: Any, kind: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    find: Any, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Contract: no false alarm of a parser, nor of what was cut off; no file is written; no wait beyond a limit."""
     monkeypatch.setattr(trial, "SECONDS", 5.0 if why != "takes long" else 0.5)
-    assert await find(kind, body=FINE[why]) == ""
+    assert await find("python", body=FINE[why]) == ""
     assert not (tmp_path / "written").exists()
 
 
@@ -180,3 +187,22 @@ async def test_nothing_is_connected_to(find: Any, how: str) -> None:
         assert await find("python", body=f"{connect}\n        raise RuntimeError('after it')") == ""
         with pytest.raises(TimeoutError):
             server.accept()
+
+
+async def test_one_bad_task_is_no_fault(find: Any, tiny_model: Path) -> None:
+    """Contract: a field that the first task lacks, and others have, stops no run."""
+    tasks = "tasks = [{'prompt': 'a'}, *({'prompt': str(n), 'label': 'a'} for n in range(9))]\n"
+    rollout = (
+        "async def rollout(task, chat):\n    reply = await chat()\n    return float(reply.text == task['label'])\n"
+    )
+    assert await find("python", source=tasks + rollout) == ""
+    assert await find("python", source=tasks.replace("'label'", "'lable'") + rollout) != ""
+
+
+@pytest.mark.parametrize(
+    "env_id", ["reverse-text", "alphabet-sort", "wordle", "calculator", "kuhn-poker", "simple-math"]
+)
+async def test_bundled_environments_pass(env_id: str, tiny_model: Path) -> None:
+    """Contract: none of several turns, tools or agents is reported."""
+    setup = Setup(env_id, env_id, {}, str(tiny_model), "auto", "info")
+    assert await trial.find_fault(load(setup), setup) == ""

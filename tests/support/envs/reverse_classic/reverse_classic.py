@@ -1,6 +1,7 @@
 """A classic environment: reverse a word, in one turn, in two, with a tool, or going wrong."""
 
 import asyncio
+import json
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -29,6 +30,13 @@ class Slow(vf.SingleTurnEnv):
         return state
 
 
+class Finite(vf.MultiTurnEnv):
+    """Its second turn is for replies that are not right."""
+
+    async def env_response(self, messages: Any, state: Any, **_: Any) -> list[dict[str, str]]:
+        raise NotImplementedError("a reply without tags")
+
+
 class Silent(vf.SingleTurnEnv):
     """It is over before the model is asked anything."""
 
@@ -49,6 +57,21 @@ def load_environment(
             float("nan") if reward == "nan" else SequenceMatcher(None, completion[-1]["content"] or "", answer).ratio()
         )
 
+    async def label(completion: Any, info: Any, **_: Any) -> float:
+        text = completion[-1]["content"]
+        return float(text == info["label"])
+
+    async def name(completion: Any, **_: Any) -> float:
+        return similarity(completion)  # type: ignore[name-defined]  # noqa: F821
+
+    async def module(completion: Any, **_: Any) -> float:
+        import not_installed
+
+        return not_installed.score(completion)
+
+    async def parser(completion: Any, **_: Any) -> float:
+        return json.loads(completion[-1]["content"])["score"]
+
     async def length(completion: Any, **_: Any) -> float:
         if metric == "raises":
             raise ValueError("no length today")
@@ -57,7 +80,8 @@ def load_environment(
     async def rank(states: list[Any], **_: Any) -> list[float]:
         return [float(place) for place, _ in enumerate(states)]
 
-    rubric = vf.Rubric(funcs=[likeness, length, *([rank] if ranked else [])], weights=[2.0, 0.0, *[0.0] * ranked])
+    graded = {"label": label, "name": name, "module": module, "parser": parser}.get(reward, likeness)
+    rubric = vf.Rubric(funcs=[graded, length, *([rank] if ranked else [])], weights=[2.0, 0.0, *[0.0] * ranked])
     rows = [{"question": f"Reverse: {word}", "answer": word[::-1], "info": {"word": word}} for word in WORDS]
     shared: dict[str, Any] = {
         "dataset": Dataset.from_list(rows),
@@ -73,4 +97,4 @@ def load_environment(
         return vf.SingleTurnEnv(**shared)
     if kind == "slow":
         return Slow(**shared)
-    return {"two": TwoTurns, "forgetful": Forgetful}[kind](max_turns=2, **shared)
+    return {"two": TwoTurns, "forgetful": Forgetful, "finite": Finite}[kind](max_turns=2, **shared)
