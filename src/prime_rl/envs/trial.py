@@ -1,8 +1,8 @@
 """Run the first tasks before any server is up: an environment that cannot work is found in seconds.
 
-A forked copy of the worker runs them, with a stand-in for the model. The copy is cut off: it ends, in silence, as soon
-as it would connect to anything, start a program or write a file (no judge is asked, no sandbox paid), a reply leads to
-a reward, or time is up. It reports what several replies led to and no other could prevent. Episodes show the rest.
+A forked copy of the worker runs them, with a stand-in for the model. It ends, in silence, as soon as it would connect
+to anything, start a program or write a file (no judge is asked, no sandbox paid), a reply leads to a reward, or time is
+up. It reports what several replies led to and no other could prevent. Episodes show the rest.
 """
 
 import ast
@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import inspect
 import linecache
+import multiprocessing
 import os
 import platform
 import re
@@ -23,15 +24,13 @@ from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from renderers.base import RenderedTokens
-
 from prime_rl.envs import ids
 from prime_rl.envs.protocol import Run, Setup
 from prime_rl.wait import WaitTimeout, within
 
 SECONDS = 5.0  # for all replies
-MOST_TURNS = 20
 SENTENCE = "I have thought about it, and this is my reply: it depends."
+TAGGED = "<think>\nIt is so.\n</think>\n<answer>\n\\boxed{{{}}}\n</answer>"
 
 _SYSTEM_CALLS = {"x86_64": (42, 59), "aarch64": (203, 221)}  # connect, execve
 _OUTSIDE = ("os.", "shutil.", "socket.", "subprocess.", "pty.", "sqlite3.")  # audit events, but for:
@@ -44,8 +43,10 @@ _BRANCHES = (ast.IfExp, ast.BoolOp, ast.comprehension)
 
 async def find_fault(env: Any, setup: Setup) -> str:
     """Describe the exception that every episode of an adapter, not yet entered, would end with; "": none is known."""
+    if multiprocessing.active_children():  # with which a copy would share locks
+        return ""
     reading, writing = os.pipe()
-    with open(reading, encoding="utf-8", errors="replace") as pipe, suppress(OSError, WaitTimeout):
+    with open(reading, encoding="utf-8", errors="replace") as pipe, suppress(OSError, Warning, WaitTimeout):
         if not (pid := os.fork()):
             try:
                 _cut_off(writing)
@@ -54,8 +55,7 @@ async def find_fault(env: Any, setup: Setup) -> str:
                 os._exit(0)
         os.close(writing)
         try:
-            report = asyncio.to_thread(pipe.read)
-            return await within(report, subject="end", owner="the trial of a task", seconds=SECONDS)
+            return await within(asyncio.to_thread(pipe.read), subject="end", owner="a trial", seconds=SECONDS)
         finally:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)  # bounded: it is killed
@@ -88,6 +88,8 @@ def _cut_off(pipe: int) -> None:
 
 async def _try(env: Any, setup: Setup, pipe: int) -> None:
     """Run an episode of a few tasks per reply, and write what all of them end with, if anything, into the pipe."""
+    from renderers.base import RenderedTokens  # as the adapter does
+
     raised: Any = []
     noted: list[tuple[Any, str]] = [(ids, "describe")]
     if not isinstance(env.tasks[0], dict):  # of verifiers.v1
@@ -101,7 +103,7 @@ async def _try(env: Any, setup: Setup, pipe: int) -> None:
     async def generate(*_: Any, **__: Any) -> dict[str, Any]:
         nonlocal turns
         turns += 1
-        if turns > MOST_TURNS:
+        if turns > 20:
             os._exit(0)
         return {
             "prompt_ids": [0], "prompt_attribution": RenderedTokens(token_ids=[0], message_indices=[-1]),
@@ -115,9 +117,8 @@ async def _try(env: Any, setup: Setup, pipe: int) -> None:
         for index in {0, len(env.task_ids) // 2, len(env.task_ids) - 1}:  # one of many may be bad
             task = env.tasks[index]
             data = task if isinstance(task, dict) else dict(task.data)
-            for reply in dict.fromkeys((str(data.get("answer", SENTENCE)), SENTENCE, "")):
-                text, turns = reply, 0
-                raised.clear()
+            for reply in (answer := str(data.get("answer", SENTENCE)), TAGGED.format(answer), SENTENCE, ""):
+                text, turns, raised[:] = reply, 0, []
                 result = await env.run(Run(0, "trial", index, env.task_ids[index], {}, 0, "http://trial/v1", SECONDS))
                 if result.ok or not raised:
                     os._exit(0)
@@ -164,9 +165,15 @@ def _is_certain(error: BaseException, turns: int, task: str) -> bool:
         return True
     calls = [node for each in before for node in ast.walk(each) if isinstance(node, ast.Call)]
     passed = {getattr(node, "id", "") for call in calls for node in ast.walk(call)}  # may have been changed
+    simple = [each for each in before if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name)]
+    names = {ast.unparse(each.targets[0]): ast.unparse(each.value) for each in simple}
     for node in nodes if isinstance(error, KeyError) else []:
         if isinstance(node, ast.Subscript) and ast.unparse(node.slice) == repr(error.args[0]):
-            name = re.fullmatch(r"(\w+)[\w.'\[\]]*", ast.unparse(node.value))
-            value = eval(name[0], last.f_globals, last.f_locals) if name and name[1] not in passed else None
-            return isinstance(value, dict) and bool(value) and repr(value) in task
+            text = ast.unparse(node.value)
+            root = text.partition(".")[0].partition("[")[0]
+            chain = re.fullmatch(r"(\w+)[\w.'\[\]]*", names.get(root, root) + text[len(root) :])
+            arguments = {*inspect.getargs(last.f_code).args} - {*names} - passed
+            if chain is not None and root not in passed and chain[1] in arguments:
+                value = eval(chain[0], last.f_globals, last.f_locals)
+                return isinstance(value, dict) and value != {} and error.args[0] not in value and repr(value) in task
     return False

@@ -31,6 +31,7 @@ from prime_rl import faults, processes
 from prime_rl.envs import protocol
 from prime_rl.envs.ids import CLASSIC, Broken, LoadError, check_version, find, kind_of
 from prime_rl.envs.protocol import MOST_BYTES, Outcome, Page, Run, Setup, decode, encode
+from prime_rl.envs.trial import find_fault
 
 if TYPE_CHECKING:
     from prime_rl.envs.conversation import ConversationEnv
@@ -130,8 +131,6 @@ class WorkerServer:
                 env = load(setup)
                 for number in (signal.SIGTERM, signal.SIGINT):  # only now: a classic environment takes them for itself
                     self._loop.add_signal_handler(number, this_task.cancel)
-                from prime_rl.envs.trial import find_fault
-
                 if fault := await find_fault(env, setup):
                     raise LoadError(f"environment {setup.env_id!r}: its tasks fail whatever the reply: {fault}")
                 await exit_stack.enter_async_context(env)

@@ -26,7 +26,7 @@ class Task(vf.Task[Data]):
 
     @vf.reward(weight=1.0)
     async def graded(self, {parameters}) -> float:
-        task, text = self.data.model_dump(), trace.last_reply
+        text = trace.last_reply
         info = self.data.info
         {body}
 
@@ -47,7 +47,8 @@ tasks = [{{"prompt": "2 + 2", "answer": "4", "info": {{"labels": ["a"]}}}}]
 
 async def rollout(task, chat):
     reply = await chat()
-    text, info = reply.text, task["info"]
+    text = reply.text
+    info = task["info"]
     {body}
 """
 NUMBERS = itertools.count()
@@ -64,12 +65,18 @@ BROKEN = {
 }
 FINE = {
     "reads the reply": "return float(text == '4')",
+    "needs usual tags": "return float(bool(re.search('<answer>(.*)</answer>', text, re.DOTALL).group(1)))",
+    "has a bug for who sets none": "if '<answer>' not in text:\n            return unknown_name\n        return 1.0",
     "needs tags": "return float(re.search('<a>(.*)</a>', text).group(1))",
     "needs JSON": "return json.loads(text)['score']",
     "needs a tag by name": "return float(dict(re.findall('<(.*)>(.*)</.*>', text))['score'])",
     "needs one of its choices": "return {'A': 1.0, 'B': 0.0}[text]",
     "needs a label of the task": "letter = (re.findall('[A-D]', text[-1:]) or ['?'])[0]; return info[letter]",
     "keeps what it finds": "info.update(re.findall('<(.*)>(.*)</.*>', text)); return float(info['score'])",
+    "compares fields": "found = dict(re.findall('<(.*)>(.*)</.*>', text)); return info['labels'] == found['labels']",
+    "adds what it finds": "info = info | dict(re.findall('<(.*)>(.*)</.*>', text)); return float(info['score'])",
+    "looks at one part": "return float(\n            text == '5' or\n            info['label'])",
+    "keeps it in the task": "task['info'].update(re.findall('<(.*)>(.*)</.*>', text)); return float(info['score'])",
     "keeps it in a branch": "if '<score>' in text:\n            info['score'] = 1.0\n        return info['score']",
     "loops over nothing": "for step in re.findall('<step>', text): last = step\n        return len(last)",
     "refuses": "if '<a>' not in text:\n            raise KeyError('no tag')\n        return 1.0",
@@ -106,6 +113,11 @@ FINE_OF_VERIFIERS: dict[str, dict[str, str]] = {
         "        return False",
         "body": "return self.note",
     },
+    "a stop keeps what it finds": {
+        "hook": "@vf.stop\n    async def noted(self, trace: vf.Trace) -> bool:\n"
+        "        trace.info.update([('', 1.0), *re.findall('<(.*)>', trace.last_reply)])\n        return False",
+        "body": "return trace.info['score']",
+    },
     "it uses its runtime": {
         "parameters": "trace, runtime",
         "body": "await runtime.run(['true'], {}); raise RuntimeError('after it')",
@@ -118,6 +130,7 @@ FINE_OF_VERIFIERS: dict[str, dict[str, str]] = {
 
 
 def source_of(kind: str, body: str = "return 1.0", **parts: str) -> str:
+    body = body.replace("; ", "\n        ")
     if kind == "python":
         return PLAIN.format(body=body.replace("\n    ", "\n"))
     defaults = {"hook": "pass", "parameters": "trace", "env": "await agents.agent.run(task)"}
