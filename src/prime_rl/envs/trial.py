@@ -88,7 +88,7 @@ def _cut_off(pipe: int) -> None:
 
 async def _try(env: Any, setup: Setup, pipe: int) -> None:
     """Run an episode of a few tasks per reply, and write what all of them end with, if anything, into the pipe."""
-    from renderers.base import RenderedTokens  # as the adapter does
+    from renderers.base import RenderedTokens
 
     raised: Any = []
     noted: list[tuple[Any, str]] = [(ids, "describe")]
