@@ -14,15 +14,14 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from prime_rl import faults
@@ -33,7 +32,6 @@ from prime_rl.inference.copy_plan import CopyPlan
 from prime_rl.inference.version_files import TURN_SECONDS
 from prime_rl.processes import follow
 from prime_rl.transport import weights
-from prime_rl.transport.commit import CommitError
 from prime_rl.transport.exchange import ExchangeError, Subscriber, checksums, layout, tensor_views
 from prime_rl.transport.weights import (
     PublisherAddress,
@@ -47,7 +45,7 @@ Place = Literal["device", "host", "nowhere"]
 Ranges = Mapping[str, tuple[int, int]]  # by tensor: its start in the buffer and its size, in bytes
 Identity = dict[str, Any]  # {"version", "hash", "weight_dir"}, of an adapter "adapter", too: its PEFT config
 
-THREADS = min(max(len(os.sched_getaffinity(0)) // 2, 4), 8)  # that read files; a worker shares its cores
+THREADS = min(max(len(os.sched_getaffinity(0)) // 2, 4), 8)  # that read a version's files; a worker shares its cores
 SPARE = 2  # the host's free memory must be this many times the buffer: others need some, too
 SPARE_BYTES = 1 << 30  # that must stay free on the device beside a buffer, or as much again if that is less
 STAGE_SECONDS = 600.0  # to wait for staging in a load; the server has asked before, so that nothing is under way
@@ -211,43 +209,20 @@ class Staging:
 
     def _read(self, manifest: WeightsManifest, ranges: Ranges, buffer: Tensor) -> None:
         """Read and verify every tensor of the files: what is hashed is what is loaded."""
-        paths = sorted(manifest.files.glob("*.safetensors"))
-        stored = {name: tensor for path in paths for name, tensor in weights.read_header(path).items()}
-        for name, tensor in stored.items():
-            if name not in ranges or (tensor.stop - tensor.start) != ranges[name][1]:
+
+        def store(name: str, at: int, block: memoryview) -> None:
+            start, size = ranges.get(name, (0, 0))
+            if at + len(block) > size:
                 raise weights.tensor_mismatch(manifest, name)
-        with ExitStack() as stack:
-            files = {path.name: stack.enter_context(open(path, "rb")) for path in paths}
+            if block:
+                with self._side_stream():
+                    buffer[start + at : start + at + len(block)].copy_(torch.frombuffer(block, dtype=torch.uint8))
 
-            def read(chunk: tuple[str, int, int]) -> bytes:
-                name, first, last = chunk
-                (entry, offset, _), start = stored[name], ranges[name][0]
-                return self._read_chunk(files[entry.file], offset + first, buffer[start + first : start + last])
-
-            chunks = [(name, *chunk) for name in stored for chunk in weights.chunks(ranges[name][1])]
-            digests: dict[str, list[bytes]] = {name: [] for name in stored}
-            # Once the version is dropped, each thread stops at its next chunk.
-            threads = stack.enter_context(ThreadPoolExecutor(THREADS, thread_name_prefix="stage"))
-            for (name, _, _), digest in zip(chunks, threads.map(read, chunks), strict=True):
-                digests[name].append(digest)
-        hashes = {name: weights.hash_of_chunks(parts) for name, parts in digests.items()}
-        weights.check_tensors(manifest, {name: replace(stored[name].entry, xxh3=hashes[name]) for name in stored})
-
-    def _read_chunk(self, file: BinaryIO, offset: int, target: Tensor) -> bytes:
-        """Read a range of a file into `target`; returns its hash."""
-        self._progress()
-        with self._side_stream():
-            block = torch.empty(len(target), dtype=torch.uint8, pin_memory=True) if target.is_cuda else target
-            data = block.numpy().data
-            done = 0
-            while done < len(target):
-                count = os.preadv(file.fileno(), [data[done:]], offset + done)
-                if not count:
-                    raise CommitError(f"{file.name} ended while it was read")
-                done += count
-            if target.is_cuda:
-                target.copy_(block)
-            return xxhash.xxh3_128_digest(data)
+        paths = sorted(manifest.files.glob("*.safetensors"))
+        # Once the version is dropped, each thread stops at its next block.
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="stage") as threads:
+            files = threads.map(lambda path: weights.hash_tensors(path, self._progress, store), paths)
+            weights.check_tensors(manifest, {name: entry for file in files for name, entry in file.items()})
 
     def _progress(self) -> None:
         if self._dropped.is_set():

@@ -229,19 +229,24 @@ def hash_directory(directory: Path, progress: Callable[[], None] = lambda: None)
     return {name: entry for file in files for name, entry in hash_tensors(file, progress).items()}
 
 
-def hash_tensors(file: Path, progress: Callable[[], None] = lambda: None) -> dict[str, TensorEntry]:
-    """Hash every tensor of one safetensors file, as `hash_directory`."""
-    hashed = {}
+def hash_tensors(
+    file: Path, progress: Callable[[], None] = lambda: None, store: Callable[[str, int, memoryview], None] | None = None
+) -> dict[str, TensorEntry]:
+    """Hash every tensor of one safetensors file, as `hash_directory`. `store` takes each block that was hashed: the
+    tensor's name, the block's place in it, and its bytes, which the next block replaces."""
+    hashed, memory = {}, memoryview(bytearray(HASH_CHUNK_BYTES))
     with open(file, "rb") as data:
         for name, (entry, start, stop) in read_header(file).items():
             data.seek(start)
             digests = []
             for first, last in chunks(stop - start):
                 progress()
-                chunk = data.read(last - first)
-                if len(chunk) < last - first:
+                block = memory[: last - first]
+                if data.readinto(block) < len(block):
                     raise CommitError(f"{file} ended while it was read")
-                digests.append(xxhash.xxh3_128_digest(chunk))
+                digests.append(xxhash.xxh3_128_digest(block))
+                if store is not None:
+                    store(name, first, block)
             hashed[name] = replace(entry, xxh3=hash_of_chunks(digests))
     return hashed
 

@@ -138,8 +138,8 @@ def test_a_load_that_stages_loads_what_is_verified_or_nothing(tmp_path: Path, mo
         return worker.prime_load(1, str(directory), {"version": 1, "hash": manifest.hash}, options)["state"]
 
     assert (load(SECONDS), loaded) == ("loaded", [[*manifest.tensors]])
-    read = Staging._read_chunk
-    monkeypatch.setattr(Staging, "_read_chunk", lambda *args: go_on.wait(SECONDS) and read(*args))
+    progress = Staging._progress
+    monkeypatch.setattr(Staging, "_progress", lambda self: go_on.wait(SECONDS) and progress(self))
     assert load(0.01) == "reading"
     go_on.set()
     _flip(directory)
