@@ -399,13 +399,12 @@ class Subscriber:
         elif group is not None:
             group.transfer(buffer, progress)
         else:
-            host = torch.empty(TCP_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) if buffer.is_cuda else None
+            host = torch.empty(TCP_BLOCK_BYTES, dtype=torch.uint8, pin_memory=buffer.is_cuda)
             for block in buffer.split(TCP_BLOCK_BYTES):
                 progress()
-                received = block if host is None else host[: len(block)]
+                received = host[: len(block)]
                 channel.receive_bytes(received.numpy().data)
-                if host is not None:
-                    block.copy_(received)
+                block.copy_(received)
 
 
 # ---- NCCL

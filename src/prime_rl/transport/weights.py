@@ -1,6 +1,6 @@
 """Manifests and files of policy versions: `weights/step_v` is version v.
 
-A durable version is a Hugging Face directory whose manifest holds a hash of every tensor (`hash_of_chunks`). A version
+A durable version is a Hugging Face directory whose manifest holds a hash of every tensor (`hash_tensors`). A version
 that is published from the trainer's memory (`exchange.py`) is a manifest with a checksum of every tensor. One hash over
 all tensors identifies a version wherever it is served. Version 0 is the base model: a manifest with its hashes and its
 path. A version may also be an adapter (LoRA) beside the base model, in PEFT's format. Nothing here imports torch.
@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -113,16 +113,6 @@ def reference_tokens(vocabulary: int) -> list[int]:
     """Return the fixed prompt for a model with so many token ids, drawn from all of them: no tokenizer is needed."""
     digests = (xxhash.xxh3_64_intdigest(f"canary/{place}".encode()) for place in range(REFERENCE_TOKENS))
     return [digest % vocabulary for digest in digests]
-
-
-def chunks(size: int) -> list[tuple[int, int]]:
-    """Return the start and end of every chunk of a tensor of so many bytes, which threads may hash side by side."""
-    return [(start, min(start + HASH_CHUNK_BYTES, size)) for start in range(0, max(size, 1), HASH_CHUNK_BYTES)]
-
-
-def hash_of_chunks(digests: Sequence[bytes]) -> str:
-    """Return a tensor's hash in hex: its xxh3-128 or, if it has several chunks, that of their hashes in order."""
-    return (digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))).hex()
 
 
 def version_hash(tensors: Mapping[str, TensorEntry]) -> str:
@@ -232,22 +222,24 @@ def hash_directory(directory: Path, progress: Callable[[], None] = lambda: None)
 def hash_tensors(
     file: Path, progress: Callable[[], None] = lambda: None, store: Callable[[str, int, memoryview], None] | None = None
 ) -> dict[str, TensorEntry]:
-    """Hash every tensor of one safetensors file, as `hash_directory`. `store` takes each block that was hashed: the
+    """Hash every tensor of one safetensors file, as `hash_directory`: by its xxh3-128 or, if it has several chunks of
+    `HASH_CHUNK_BYTES`, by that of their hashes in order. `store` takes each block that was hashed: the
     tensor's name, the block's place in it, and its bytes, which the next block replaces."""
     hashed, memory = {}, memoryview(bytearray(HASH_CHUNK_BYTES))
     with open(file, "rb") as data:
         for name, (entry, start, stop) in read_header(file).items():
             data.seek(start)
-            digests = []
-            for first, last in chunks(stop - start):
+            size, digests = stop - start, list[bytes]()
+            for first in range(0, max(size, 1), HASH_CHUNK_BYTES):
                 progress()
-                block = memory[: last - first]
+                block = memory[: size - first]
                 if data.readinto(block) < len(block):
                     raise CommitError(f"{file} ended while it was read")
                 digests.append(xxhash.xxh3_128_digest(block))
                 if store is not None:
                     store(name, first, block)
-            hashed[name] = replace(entry, xxh3=hash_of_chunks(digests))
+            digest = digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))
+            hashed[name] = replace(entry, xxh3=digest.hex())
     return hashed
 
 
