@@ -4,7 +4,6 @@ import difflib
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -14,7 +13,7 @@ import tomli_w
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
-from prime_rl.errors import UserError
+from prime_rl.errors import user_errors
 
 Keys = tuple[str, ...]
 _KEY = r"<([a-z][\w.]*)>"
@@ -239,14 +238,13 @@ def to_toml(config: BaseConfig) -> str:
 def write_toml(config: BaseConfig, path: Path) -> None:
     """Write `to_toml(config)` to `path`, whole or not at all, and make its directory. Raises UserError."""
     staged = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")  # hosts may share the directory
-    try:
+    with user_errors(f"cannot write {path}", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged.write_text(to_toml(config), encoding="utf-8")
-        staged.replace(path)
-    except OSError as error:
-        with suppress(OSError):
+        try:
+            staged.write_text(to_toml(config), encoding="utf-8")
+            staged.replace(path)
+        finally:
             staged.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from prime_rl.errors import UserError
+from prime_rl.errors import UserError, user_errors
 
 MOST_KEPT = 4096  # requests whose choices nobody has taken
 Version = tuple[int, int]
@@ -112,10 +112,8 @@ def parse_arguments(engine: Engine, argv: list[str], extra: Iterable[str] = ()) 
         from vllm.logger import configure_logging_from_args
 
         configure_logging_from_args(args)
-    try:
+    with user_errors("vLLM refuses its arguments", ValueError, TypeError):
         validate_parsed_serve_args(args)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"vLLM refuses its arguments: {error}") from error
     return args
 
 

@@ -50,10 +50,8 @@ class Owner:
         """Raises UserError when another living launcher holds it. A dead one's claim is taken over."""
         self._made, self._output_dir = not output_dir.exists(), output_dir
         self._path, self._claim = status_path(output_dir, LAUNCHER), new_status(LAUNCHER)
-        try:
+        with user_errors(f"cannot write in {output_dir}", OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot make the output directory {output_dir}: {error.strerror}") from error
         with _locked(output_dir), user_errors(f"cannot write in {output_dir}", OSError):
             refuse_running(output_dir, {LAUNCHER})
             if (current := read_record(ProcessStatus, self._path)) is not None and self._is_own(current):

@@ -11,7 +11,7 @@ import jinja2
 from prime_rl.config import EvalConfig, InferenceConfig, RLConfig, SFTConfig, write_toml
 from prime_rl.config.inference import InferenceCommandConfig
 from prime_rl.config.loader import ConfigError, parse
-from prime_rl.errors import UserError
+from prime_rl.errors import UserError, user_errors
 from prime_rl.launcher.plan import gpus_of_a_server
 
 TEMPLATE = Path(__file__).with_name("slurm.sh.j2")
@@ -105,7 +105,5 @@ def render(config: SlurmRun, command: str, file: str, runs: Sequence[Path]) -> s
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     environment.comment_start_string = "{%#"  # `{#` is of bash: ${#array[@]}
     environment.filters["quote"] = shlex.quote
-    try:
+    with user_errors(f"slurm.template {path}", OSError, jinja2.TemplateError):
         return environment.from_string(path.read_text()).render(values) + "\n"
-    except (OSError, jinja2.TemplateError) as error:
-        raise UserError(f"slurm.template {path}: {error}") from error

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from prime_rl.config import ConfigError, InferenceConfig, RLConfig, parse
+from prime_rl.config import InferenceConfig, RLConfig, parse
 from prime_rl.config.base import find
 from prime_rl.config.commands import StarterConfig
 from prime_rl.envs import ids
@@ -45,8 +45,6 @@ def write_starter(config: StarterConfig) -> None:
         if config.dry_run:
             return say(text.rstrip())
         draft.rename(config.file)
-    except ConfigError as error:
-        raise UserError("; ".join(error.problems)) from error
     finally:
         draft.unlink(missing_ok=True)
     say(f"wrote {config.file}")
