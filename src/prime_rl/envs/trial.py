@@ -32,7 +32,7 @@ SECONDS = 5.0  # for all replies
 SENTENCE = "I have thought about it, and this is my reply: it depends."
 TAGGED = "<think>\nIt is so.\n</think>\n<answer>\n\\boxed{{{}}}\n</answer>"
 
-_SYSTEM_CALLS = {"x86_64": (42, 59), "aarch64": (203, 221)}  # connect, execve
+_SYSTEM_CALLS = {"x86_64": (42, 59, 257), "aarch64": (203, 221, 56)}  # connect, execve, openat
 _OUTSIDE = ("os.", "shutil.", "socket.", "subprocess.", "pty.", "sqlite3.")  # audit events, but for:
 _HARMLESS = ("os.listdir", "os.scandir", "os.walk", "os.putenv", "os.unsetenv", "socket.__new__", "socket.bind")
 _FIXED = ("prime_rl.envs.plain.Reply", "verifiers.v1.task.TaskData", "verifiers.v1.trace.Trace")  # in their fields
@@ -71,19 +71,15 @@ def _cut_off(pipe: int) -> None:
             to_read = os.path.isfile(f"/proc/self/fd/{number}") and not fcntl.fcntl(number, fcntl.F_GETFL) & 3
             if number not in (pipe, null) and not to_read:
                 os.dup2(null, number)
-    libc, (connect, execute) = ctypes.CDLL(None, use_errno=True), _SYSTEM_CALLS[platform.machine()]
-    # Load the number of a system call; end the process if it is one of these; else allow it.
-    steps = [(0x20, 0, 0, 0), (0x15, 1, 0, connect), (0x15, 0, 1, execute), (6, 0, 0, 1 << 31), (6, 0, 0, 0x7FFF0000)]
+    libc, (connect, execute, openat) = ctypes.CDLL(None, use_errno=True), _SYSTEM_CALLS[platform.machine()]
+    # By the number of a system call: these end the process, as does one that opens a file, unless to read.
+    steps = [(0x20, 0, 0, 0), (0x15, 5, 0, connect), (0x15, 4, 0, execute), (0x15, 0, 4, openat)]
+    steps += [(0x20, 0, 0, 32), (0x54, 0, 0, 3), (0x15, 1, 0, 0), (6, 0, 0, 0x30000), (6, 0, 0, 0x7FFF0000)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    libc.signal(signal.SIGSYS, ctypes.cast(libc._exit, ctypes.c_void_p))  # at once, and without a core dump
     if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, struct.pack("HP", len(steps), ctypes.addressof(code)), 0, 0):
         raise OSError(ctypes.get_errno(), "seccomp")
-
-    def end_outside(event: str, args: tuple[Any, ...]) -> None:
-        writes = event == "open" and isinstance(args[2], int) and args[2] & 3
-        if writes or (event.startswith(_OUTSIDE) and event not in _HARMLESS):
-            os._exit(0)
-
-    sys.addaudithook(end_outside)
+    sys.addaudithook(lambda event, _: os._exit(0) if event.startswith(_OUTSIDE) and event not in _HARMLESS else None)
 
 
 async def _try(env: Any, setup: Setup, pipe: int) -> None:
