@@ -15,7 +15,6 @@ from prime_rl.errors import UserError
 from prime_rl.launcher.rundir import as_benchmark, cleaned
 from prime_rl.monitor import Status, log
 from prime_rl.monitor.monitor import metrics_path
-from prime_rl.transport.commit import CommitError
 from prime_rl.transport.settings import Party, check_and_commit, compare, dry_path
 
 _TRAINERS = ("trainer", "sft")
@@ -34,7 +33,7 @@ def run_command(kind: type[_Config], name: str, run: Callable[[_Config], object]
     log.setup(config.log.level, f"{name}.{rank}" if rank else name)
     try:
         run(config)
-    except (UserError, CommitError) as error:
+    except UserError as error:
         log.fail(error) if rank == 0 else sys.exit(1)  # every rank fails alike: one of them says why
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(130)

@@ -46,8 +46,6 @@ _MAX_BACKOFF_SECONDS = 60.0
 _ATTEMPTS = 5  # to load a version, of each replica
 _MISSED_PROBES = 3  # unanswered in a row, until the others take over
 
-LoadError = UserError | CommitError
-
 
 class WeightSync:
     """What the replicas of a run serve. `start` comes first, then `begin`, then `follow` and `watch`."""
@@ -105,7 +103,7 @@ class WeightSync:
             The version: the newest.
 
         Raises:
-            LoadError: a server rejected it, or all of them failed to load it `_ATTEMPTS` times.
+            UserError: a server rejected it, or all of them failed to load it `_ATTEMPTS` times.
         """
         self.published.write_lease(first_lease(self.published.lease))
         if self.config.trainer:
@@ -266,7 +264,7 @@ class WeightSync:
         finally:
             self._settled = True
 
-    async def _load(self, replicas: Sequence[Replica], version: int) -> dict[Replica, LoadError]:
+    async def _load(self, replicas: Sequence[Replica], version: int) -> dict[Replica, UserError]:
         """Load `version` on all of them at once. Returns those that did not, and why."""
         faults.point(f"update:v{version}")
         self._loads = {replica: asyncio.create_task(self._load_one(replica, version)) for replica in replicas}
@@ -277,10 +275,10 @@ class WeightSync:
             self._loads = {}
             for load in loads.values():
                 load.cancel()
-        failures: dict[Replica, LoadError] = {}
+        failures: dict[Replica, UserError] = {}
         for replica, load in loads.items():
             error = ServerError("lost meanwhile") if load.cancelled() else load.exception()
-            if isinstance(error, UserError | CommitError):
+            if isinstance(error, UserError):
                 failures[replica] = error
             elif error is not None:
                 raise error
@@ -288,7 +286,7 @@ class WeightSync:
         return failures
 
     async def _load_one(self, replica: Replica, version: int) -> None:
-        """Have a replica load `version` and verify it. Raises LoadError if it did not, or serves another model name."""
+        """Have a replica load `version` and verify it. Raises UserError if it did not, or serves another model name."""
         manifest = self.published.manifest(version) if self.config.trainer else None
         try:
             if replica.loaded is None:
@@ -303,9 +301,9 @@ class WeightSync:
             async with self.batch_lock:
                 self.invalidate(replica, RESTARTED)
 
-    def _count_failures(self, failures: Mapping[Replica, LoadError], version: int, among: Sequence[Replica]) -> None:
+    def _count_failures(self, failures: Mapping[Replica, UserError], version: int, among: Sequence[Replica]) -> None:
         """Count failed loads, not those of a version not yet sent: replicas wait `weights_timeout` for it or a newer.
-        Raises LoadError: each of `among` has failed to load `_ATTEMPTS` times, or nothing was sent for too long."""
+        Raises UserError: each of `among` has failed to load `_ATTEMPTS` times, or nothing was sent for too long."""
         for replica, error in failures.items():
             if isinstance(error, VersionNotSent):
                 seconds = self.config.weights_timeout
@@ -391,7 +389,7 @@ class WeightSync:
 
     async def _join(self, replica: Replica) -> None:
         """Bring a quarantined replica back; meanwhile other replicas take over its episodes.
-        Raises LoadError as `_count_failures`, and UserError: no replica was ready for `client.ready_timeout`."""
+        Raises UserError as `_count_failures`, and where no replica was ready for `client.ready_timeout`."""
         # None after the first failed episode, which may be of a restart.
         rest = backoff_seconds(max(replica.failures - 1, 0), _BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS)
         delay, rested = RETRY_SECONDS, time.monotonic() + (rest if self.pool.ready else min(rest, RETRY_SECONDS))
@@ -411,7 +409,7 @@ class WeightSync:
                         logger.info("{} serves version {}{}", replica.name, version, self.pool.where())
                         return
                     trouble = ""
-                except (UserError, CommitError) as error:
+                except UserError as error:
                     trouble = str(error)
                     if not (isinstance(error, VersionNotSent) and self.pool.ready):  # others serve: it may wait
                         self._count_failures({replica: error}, version, self.pool.replicas)
@@ -426,7 +424,7 @@ class WeightSync:
 
     async def _catch_up(self, replica: Replica, verified: bool) -> bool:
         """Have a healthy replica load what the others serve, and let it in. False: what they serve is changing.
-        Raises LoadError where it did not load it."""
+        Raises UserError where it did not load it."""
         scheduler = self.scheduler
         version, incarnation = scheduler.version, scheduler.incarnation
         if scheduler.must_go_back or not self._settled:

@@ -19,7 +19,6 @@ from typing import Any
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference.compat import Engine, why_no_choices
-from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import INDEX, no_tensors_message, read_header
 
 _GIB = 1 << 30
@@ -149,10 +148,7 @@ def check_model(name: str, *, weights: bool = True) -> None:
     if not files:
         raise UserError(no_tensors_message(model))
     for file in files:
-        try:
-            read_header(file)
-        except CommitError as error:
-            raise UserError(str(error)) from error
+        read_header(file)
 
 
 def claim_port(host: str, port: int, option: str = "--server.port", holder: str = "inference") -> socket.socket:

@@ -46,7 +46,7 @@ from prime_rl.orchestrator.tasks import Pools, request_seed, task_stream
 from prime_rl.orchestrator.teachers import Teachers
 from prime_rl.processes import ECHO_SECONDS
 from prime_rl.transport import checkpoints, tenants
-from prime_rl.transport.commit import CommitError, clean_stages
+from prime_rl.transport.commit import clean_stages
 from prime_rl.transport.rollouts import write_batch
 from prime_rl.transport.settings import LEDGER, suggestions
 from prime_rl.wait import WaitTimeout
@@ -533,9 +533,9 @@ async def orchestrate(config: "OrchestratorConfig") -> None:
         logger.info("stopped at once: episodes in flight are issued again when the run is resumed")
         status.done("stopped")
         raise
-    except (UserError, CommitError) as error:
+    except UserError as error:
         status.done(f"failed: {error}")
-        raise UserError(str(error)) from error
+        raise
 
 
 def limit_gc() -> None:

@@ -38,7 +38,7 @@ _FAILED = (
 _NOT_DURABLE = "it is committed, but a power cut may undo that"
 
 
-class CommitError(Exception):
+class CommitError(UserError):
     """A committed directory is missing, incomplete, or not what its manifest says."""
 
 
