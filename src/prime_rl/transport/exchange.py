@@ -35,7 +35,7 @@ import torch.distributed as dist
 from loguru import logger
 from torch import Tensor
 
-from prime_rl.errors import UserError
+from prime_rl.errors import user_errors
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import PublisherAddress, TensorEntry, WeightsManifest
 from prime_rl.wait import in_thread
@@ -185,11 +185,9 @@ class Publisher:
         self._readers: set[Channel] = set()  # of that version
         self._changed = threading.Condition()  # bounded: held briefly; `wait_for` releases it
         self._host = host
-        try:
+        where = f"weights cannot be published at {host}:{port} (trainer.weights.host and port)"
+        with user_errors(where, OSError):
             self._socket = _listen(host, port)
-        except OSError as error:
-            where = f"{host}:{port} ({error.strerror or error})"
-            raise UserError(f"weights cannot be published at {where}: see trainer.weights.host and port") from error
         threading.Thread(target=self._accept, name="publisher", daemon=True).start()
 
     def address(self) -> PublisherAddress:
