@@ -7,16 +7,13 @@ up. It reports what several replies led to and no other could prevent. Episodes 
 
 import ast
 import asyncio
-import ctypes
 import fcntl
 import inspect
 import linecache
 import multiprocessing
 import os
-import platform
 import re
 import signal
-import struct
 import sys
 import textwrap
 import traceback
@@ -30,15 +27,13 @@ from prime_rl.wait import WaitTimeout, within
 
 SECONDS = 5.0  # for all replies
 SENTENCE = "I have thought about it, and this is my reply: it depends."
-TAGGED = "<think>\nIt is so.\n</think>\n<answer>\n\\boxed{{{}}}\n</answer>"
+TAGGED = "<think>It is so.</think>\n<answer>\\boxed{{{}}}</answer>"
 
-_SYSTEM_CALLS = {"x86_64": (42, 59, 257), "aarch64": (203, 221, 56)}  # connect, execve, openat
 _OUTSIDE = ("os.", "shutil.", "socket.", "subprocess.", "pty.", "sqlite3.")  # audit events, but for:
 _HARMLESS = ("os.listdir", "os.scandir", "os.walk", "os.putenv", "os.unsetenv", "socket.__new__", "socket.bind")
 _FIXED = ("prime_rl.envs.plain.Reply", "verifiers.v1.task.TaskData", "verifiers.v1.trace.Trace")  # in their fields
 _FRAMEWORK = ("verifiers.", "prime_rl.", "asyncio.")
 _SIMPLE = (ast.expr, ast.Assign, ast.AnnAssign, ast.Expr, ast.Import, ast.ImportFrom)
-_BRANCHES = (ast.IfExp, ast.BoolOp, ast.comprehension)
 
 
 async def find_fault(env: Any, setup: Setup) -> str:
@@ -63,7 +58,7 @@ async def find_fault(env: Any, setup: Setup) -> str:
 
 
 def _cut_off(pipe: int) -> None:
-    """Leave this process its memory, and files to read. Raises where the kernel does not do what it is asked."""
+    """Leave this process its memory, and files to read."""
     sys.dont_write_bytecode = True
     null = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/proc/self/fd")):
@@ -71,15 +66,14 @@ def _cut_off(pipe: int) -> None:
             to_read = os.path.isfile(f"/proc/self/fd/{number}") and not fcntl.fcntl(number, fcntl.F_GETFL) & 3
             if number not in (pipe, null) and not to_read:
                 os.dup2(null, number)
-    libc, (connect, execute, openat) = ctypes.CDLL(None, use_errno=True), _SYSTEM_CALLS[platform.machine()]
-    # By the number of a system call: these end the process, as does one that opens a file, unless to read.
-    steps = [(0x20, 0, 0, 0), (0x15, 5, 0, connect), (0x15, 4, 0, execute), (0x15, 0, 4, openat)]
-    steps += [(0x20, 0, 0, 32), (0x54, 0, 0, 3), (0x15, 1, 0, 0), (6, 0, 0, 0x30000), (6, 0, 0, 0x7FFF0000)]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-    libc.signal(signal.SIGSYS, ctypes.cast(libc._exit, ctypes.c_void_p))  # at once, and without a core dump
-    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, struct.pack("HP", len(steps), ctypes.addressof(code)), 0, 0):
-        raise OSError(ctypes.get_errno(), "seccomp")
-    sys.addaudithook(lambda event, _: os._exit(0) if event.startswith(_OUTSIDE) and event not in _HARMLESS else None)
+    sys.addaudithook(_end_if_it_leaves)
+
+
+def _end_if_it_leaves(event: str, arguments: tuple[Any, ...]) -> None:
+    """End this process before Python connects, starts a program, or changes a file; C libraries are not seen."""
+    writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+    if writes or (event.startswith(_OUTSIDE) and event not in _HARMLESS):
+        os._exit(0)
 
 
 async def _try(env: Any, setup: Setup, pipe: int) -> None:
@@ -113,6 +107,7 @@ async def _try(env: Any, setup: Setup, pipe: int) -> None:
         for index in {0, len(env.task_ids) // 2, len(env.task_ids) - 1}:  # one of many may be bad
             task = env.tasks[index]
             data = task if isinstance(task, dict) else dict(task.data)
+            before = repr(data)
             for reply in (answer := str(data.get("answer", SENTENCE)), TAGGED.format(answer), SENTENCE, ""):
                 text, turns, raised[:] = reply, 0, []
                 result = await env.run(Run(0, "trial", index, env.task_ids[index], {}, 0, "http://trial/v1", SECONDS))
@@ -122,15 +117,15 @@ async def _try(env: Any, setup: Setup, pipe: int) -> None:
                 while error.__cause__ is not None and type(error).__module__.startswith("verifiers."):
                     error = error.__cause__
                 faults.add(ids.describe(error))
-                if len(faults) > 1 or not _is_certain(error, turns, repr(data)):
+                if len(faults) > 1 or not _is_certain(error, turns, before):
                     os._exit(0)
         os.write(pipe, "".join(faults).encode(errors="replace"))
         os._exit(0)
 
 
 def _is_certain(error: BaseException, turns: int, task: str) -> bool:
-    """Whether no other reply could prevent it: a name, a module or an argument is missing, or, in an episode of one
-    turn, a field of the task, or it is raised on the way of every episode. Parsers raise the rest."""
+    """Whether no other reply could prevent it: a name, a module, an argument or a field of the `task` is missing, or it
+    is raised on the way of every episode of one turn. Parsers raise the rest. `task`: its `repr` before the episode."""
     if isinstance(error, ImportError):
         return isinstance(error, ModuleNotFoundError) or "cannot import name" in str(error)
     frames = list(traceback.walk_tb(error.__traceback__))
@@ -146,6 +141,11 @@ def _is_certain(error: BaseException, turns: int, task: str) -> bool:
     own = [frame for frame, _ in frames if not frame.f_globals.get("__name__", "").startswith(_FRAMEWORK)]
     if not own:
         return isinstance(error, TypeError) and " missing " in str(error) and " required " in str(error)
+    if isinstance(error, KeyError):
+        text = linecache.getline(last.f_code.co_filename, line).replace('"', "'")
+        match = re.search(rf"(?<![\w.])(\w[\w.\[\]']*)\[{re.escape(repr(error.args[0]))}\]", text)
+        owner = eval(match[1], last.f_globals, last.f_locals) if match and last in own else None
+        return isinstance(owner, dict) and error.args[0] not in owner and repr(owner) in task
     if turns > 1 or own != [last] or last.f_code.co_name == "env_response":  # which some replies make needless
         return False
     source, first = inspect.getsourcelines(last.f_code)
@@ -153,23 +153,6 @@ def _is_certain(error: BaseException, turns: int, task: str) -> bool:
     before = [each for each in function.body if first + each.end_lineno <= line]
     part: Any = function.body[len(before)]
     part = part.test if isinstance(part, ast.If) else part
-    straight = isinstance(part, (*_SIMPLE, ast.Return, ast.Raise)) and all(isinstance(each, _SIMPLE) for each in before)
-    nodes = list(ast.walk(part))
-    if first + part.end_lineno <= line or not straight or any(isinstance(node, _BRANCHES) for node in nodes):
-        return False
-    if isinstance(part, ast.Raise) or not any(isinstance(node, ast.Name | ast.Attribute) for node in nodes):
-        return True
-    calls = [node for each in before for node in ast.walk(each) if isinstance(node, ast.Call)]
-    passed = {getattr(node, "id", "") for call in calls for node in ast.walk(call)}  # may have been changed
-    simple = [each for each in before if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name)]
-    names = {ast.unparse(each.targets[0]): ast.unparse(each.value) for each in simple}
-    for node in nodes if isinstance(error, KeyError) else []:
-        if isinstance(node, ast.Subscript) and ast.unparse(node.slice) == repr(error.args[0]):
-            text = ast.unparse(node.value)
-            root = text.partition(".")[0].partition("[")[0]
-            chain = re.fullmatch(r"(\w+)[\w.'\[\]]*", names.get(root, root) + text[len(root) :])
-            arguments = {*inspect.getargs(last.f_code).args} - {*names} - passed
-            if chain is not None and root not in passed and chain[1] in arguments:
-                value = eval(chain[0], last.f_globals, last.f_locals)
-                return isinstance(value, dict) and value != {} and error.args[0] not in value and repr(value) in task
-    return False
+    straight = first + part.end_lineno > line and all(isinstance(each, _SIMPLE) for each in before)
+    constant = isinstance(part, ast.Return) and not any(isinstance(node, ast.Name) for node in ast.walk(part))
+    return straight and (isinstance(part, ast.Raise) or constant)

@@ -162,13 +162,14 @@ class WorkerServer:
                         running.cancel()
 
     async def _episode(self, env: Adapter, name: str, run: Run) -> None:
-        failed, broken = functools.partial(run.failed, name), ""
+        failed, broken, fault = functools.partial(run.failed, name), "", None
         try:
             if env.task_ids[run.task_index : run.task_index + 1] != [run.task_id]:
                 raise LookupError(f"task {run.task_index} is another one here: the environment loads others each time")
             async with asyncio.timeout(run.timeout):
                 faults.point(f"run:{name}")
                 result = await env.run(run)
+            fault = faults.point(f"result:{name}")
             if result.ok and run.replays and any(sample.experts is None for sample in result.samples):
                 result = failed(Outcome.INVALID, "some of its tokens have no experts that the engine chose")
         except TimeoutError:
@@ -181,9 +182,6 @@ class WorkerServer:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it stays an outcome of this episode
             traceback.print_exc()
             result = failed(Outcome.ERRORED, f"{type(error).__name__}: {error}")
-        fault = faults.point(f"result:{name}")
-        if fault == "error":
-            result = failed(Outcome.ERRORED, "fault injection")
         try:  # an environment may have put anything into it
             frame = encode(protocol.Result(run.request, result))
             if len(frame) > MOST_BYTES:
