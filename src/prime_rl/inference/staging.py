@@ -219,9 +219,8 @@ class Staging:
                     buffer[start + at : start + at + len(block)].copy_(torch.frombuffer(block, dtype=torch.uint8))
 
         paths = sorted(manifest.files.glob("*.safetensors"))
-        with ThreadPoolExecutor(
-            THREADS
-        ) as threads:  # bounded: once the version is dropped each stops at its next block
+        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
+        with pool as threads:  # bounded: once the version is dropped each stops at its next block
             files = threads.map(lambda path: weights.hash_tensors(path, self._progress, store), paths)
             weights.check_tensors(manifest, {name: entry for file in files for name, entry in file.items()})
 
