@@ -332,12 +332,9 @@ class AdapterNames(dict[str | None, Any]):
     def get(self, name: Any, default: Any = None) -> Any:
         from vllm.lora.request import LoRARequest
 
-        adapter = self._find() if name in self._names else None
-        return (
-            default
-            if adapter is None
-            else LoRARequest(f"{self._names[0]}@{adapter[1]}", adapter[0], str(self._names[0]))
-        )
+        if name not in self._names or (adapter := self._find()) is None:
+            return default
+        return LoRARequest(f"{self._names[0]}@{adapter[1]}", adapter[0], str(self._names[0]))
 
     def __contains__(self, name: object) -> bool:
         return self.get(name) is not None

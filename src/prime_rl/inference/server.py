@@ -153,16 +153,14 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
     """
     model, cpu = local_model(config.model.name), on_cpu(config, engine)
     sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    nodes = ("size_local", "address", "rpc_port", "start_rank")
+    nodes = [f"data_parallel_{name}" for name in ("size_local", "address", "rpc_port", "start_rank")]
+    same = ("max_model_len", "gpu_memory_utilization", "enforce_eager", *nodes)
     flags: dict[str, Any] = {
         "model": config.model.name,
         "served_model_name": config.model.name,
         "trust_remote_code": config.model.trust_remote_code or None,
         "dtype": config.model.dtype,
         "chat_template": config.model.chat_template,
-        "max_model_len": config.max_model_len,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "enforce_eager": config.enforce_eager,
         # Servers of one run that drew the same random numbers would sample the same replies to one prompt.
         "seed": config.seed + config.replica,
         "worker_extension_cls": WORKER_EXTENSION,
@@ -174,7 +172,7 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         "disable_uvicorn_access_log": True,
         "enable_return_routed_experts": (config.router_replay and not cpu) or None,
         **{name: size for name in sizes if (size := getattr(config, name)) > 1},
-        **{name: getattr(config, name) for name in (f"data_parallel_{node}" for node in nodes)},
+        **{name: getattr(config, name) for name in same},
         **compat.release_flags(engine),
     }
     if config.lora is not None:

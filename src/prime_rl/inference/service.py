@@ -212,11 +212,8 @@ class WeightService:
         answers: list[dict[str, Any]] = []
         try:
             if self._inline and self._broken is None:
-                source = (
-                    None
-                    if manifest.publisher is None
-                    else (version, manifest.incarnation, *astuple(manifest.publisher))
-                )
+                publisher = manifest.publisher
+                source = publisher and (version, manifest.incarnation, *astuple(publisher))
                 stage = *self._stage_options, 2 * INLINE_SECONDS, source
                 answers = await self._swap(directory, identity, change, stage)
             await self._stage(manifest, change, answers)

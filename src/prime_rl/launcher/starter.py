@@ -5,11 +5,12 @@ import math
 import os
 import shlex
 import sys
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from prime_rl.config import InferenceConfig, RLConfig, parse
+from prime_rl.config import InferenceConfig, RLConfig
 from prime_rl.config.base import find
 from prime_rl.config.commands import StarterConfig
 from prime_rl.envs import ids
@@ -34,19 +35,16 @@ def write_starter(config: StarterConfig) -> None:
         raise UserError(f"{gpus} is no number of GPUs")
     tiny = environment == "reverse-text" and gpus == "0" and Path(_TINY).is_dir()
     model = config.model or _answer("Model (hub name or directory)", _TINY if tiny else _SMALL)
-    draft, word = config.file.with_name(f".{config.file.name}.tmp"), shlex.quote(str(config.file))
+    word = shlex.quote(str(config.file))
     text = starter_text(environment, model, int(gpus), f"uv run rl @ {word}")
+    with user_errors("an answer is no text of TOML", ValueError):
+        run = RLConfig.from_toml(**tomllib.loads(text))
+    check_environment(run.orchestrator.all_environments()[0])
+    check_model(model)
+    if config.dry_run:
+        return say(text.rstrip())
     with user_errors(f"cannot write {config.file}", OSError, UnicodeError):
-        draft.write_text(text, encoding="utf-8")
-    try:
-        run = parse(RLConfig, ["@", str(draft)], {})
-        check_environment(run.orchestrator.all_environments()[0])
-        check_model(model)
-        if config.dry_run:
-            return say(text.rstrip())
-        draft.rename(config.file)
-    finally:
-        draft.unlink(missing_ok=True)
+        config.file.write_text(text, encoding="utf-8")
     say(f"wrote {config.file}")
     say(f"uv run rl plan @ {word}    shows what it starts, and what it needs")
     say(f"uv run rl @ {word}         starts it")

@@ -78,12 +78,8 @@ def compare(config: BaseConfig, process: Party, *, gone: bool = True) -> Process
         data = [settings[_DATA], partner.settings[_DATA]] if _DATA in settings and _DATA in partner.settings else []
         for alone in (_ALONE[each] for each in data if each != _BATCHES):
             raise UserError(f"in {output_dir} {alone}, start over with --clean, or choose another --output-dir")
-        if (
-            running
-            and process == "orchestrator"
-            and _SLOTS in partner.settings
-            and attrgetter("tenant")(config) is None
-        ):
+        shared = running and process == "orchestrator" and _SLOTS in partner.settings
+        if shared and attrgetter("tenant")(config) is None:
             joins = f"--tenant.join {output_dir} --tenant.name NAME joins it"
             raise UserError(f"the trainer {where} that runs in {output_dir} trains tenants: {joins}")
         if running:

@@ -183,10 +183,8 @@ def no_tensors_message(directory: Path) -> str:
     """Return the message for a directory without safetensors files, whether published from memory or not."""
     with suppress(CommitError):
         if weights_manifest(directory).publisher is not None:
-            return (
-                f"{directory} holds no tensors: they went to the servers from the trainer's memory and were never "
-                "written (trainer.weights.transport memory)"
-            )
+            unwritten = "they went to the servers from the trainer's memory (trainer.weights.transport memory)"
+            return f"{directory} holds no tensors: {unwritten}, and were never written"
     return f"{directory} holds no safetensors files (older formats are to be converted)"
 
 
