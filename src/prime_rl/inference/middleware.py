@@ -58,7 +58,7 @@ class Guard:
                     headers = [field for field in scope["headers"] if field[0] != b"authorization"]
                     scope = {**scope, "headers": [*headers, (b"authorization", b"Bearer " + self._keys[0])]}
                 generates = path.startswith(GENERATING) and scope["method"] == "POST"
-                await self._tenancy.answer(self._app, scope, receive, send, generates=generates)
+                await self._tenancy.forward(name, self._app, scope, receive, send, generates=generates)
         except Rejected as rejection:  # by this middleware
             if scope["type"] == "http":
                 await error_answer(rejection.status, rejection.message)(scope, receive, send)
@@ -73,7 +73,7 @@ class Guard:
         name, has_key = None, any(secrets.compare_digest(key, each) for each in self._keys)
         if self._tenancy is not None and path not in OPEN and not has_key:
             tenants = path.startswith(GENERATING) or path in TENANTS
-            name = await self._tenancy.whose(key.decode(errors="replace")) if key else None
+            name = await self._tenancy.tenant_of(key.decode(errors="replace")) if key else None
             if name is None and tenants:
                 raise Rejected(401, "this server serves tenants: a request needs a tenant's key")
             if name is not None and (not tenants or scope["type"] != "http"):

@@ -47,7 +47,7 @@ from prime_rl.inference.fair_share import FairShare
 from prime_rl.inference.middleware import error_answer
 from prime_rl.inference.server import plugin_config
 from prime_rl.inference.service import ServedBase, WeightService
-from prime_rl.inference.tenancy import Tenancy, current_tenant
+from prime_rl.inference.tenancy import CURRENT_TENANT, Tenancy
 from prime_rl.inference.version_files import TURN_SECONDS, Adapters, Rejected
 from prime_rl.monitor import Status
 from prime_rl.transport.tenants import tenant_dir
@@ -91,7 +91,7 @@ async def limit_body(request: Request) -> None:
 
 async def _service(request: Request) -> WeightService:
     """That of the tenant that asks, if one does."""
-    state, name = request.app.state, current_tenant()
+    state, name = request.app.state, CURRENT_TENANT.get()  # bounded: ContextVar.get does not block
     return state.prime_service if name is None else await state.prime_tenancy.service(name)
 
 
@@ -118,9 +118,9 @@ async def weights(request: Request, service: Service) -> dict[str, Any]:
 
 
 def _answer(request: Request, service: WeightService, served: dict[str, Any], **more: Any) -> dict[str, Any]:
-    state, name = request.app.state, current_tenant()
+    state, name = request.app.state, CURRENT_TENANT.get()  # bounded: ContextVar.get does not block
     more |= {"engines": service.engines, "leaving": state.prime_leaving, "models": state.prime_models}
-    return served | more | ({} if name is None else state.prime_tenancy.numbers(name))
+    return served | more | ({} if name is None else state.prime_tenancy.usage(name))
 
 
 @router.post("/pause")

@@ -16,43 +16,39 @@ from prime_rl.inference.service import WeightService
 from prime_rl.inference.version_files import STALL_SECONDS, Rejected, read
 from prime_rl.transport.tenants import joins, key_hashes, owner
 
-KEYS_SECONDS = 0.5  # between two looks for a key that is not known
-KNOWN_SECONDS = 10.0  # that a key is known after a look: its tenant's directory may have been removed
+KEYS_SECONDS = 0.5  # unknown keys cause at most one read of the directory in this time
+KNOWN_SECONDS = 10.0  # known keys are read again after this time: a tenant's directory may have been removed
 
 CURRENT_TENANT: ContextVar[str | None] = ContextVar("CURRENT_TENANT", default=None)
-
-
-def current_tenant() -> str | None:
-    """Return whose request is being answered; None: no tenant's."""
-    return CURRENT_TENANT.get()  # bounded: a variable
+"""The tenant whose request is being answered; None: no tenant's."""
 
 
 class Tenancy:
-    """The tenants of a server. Each gets one of the numbers from 1 to `slots` at its first weight request, and keeps it
-    until another one needs it and it is no tenant any more.
+    """The tenants of a server. Each gets an adapter number from 1 to `slots` on its first weight request. The number is
+    reused only when none is free and its tenant has left, has no request in progress and no weight change under way.
 
     Args:
         deployment: Holds the tenants' directories.
-        start: Makes the service of a tenant of this name and number.
+        make_service: Makes the service of a tenant of this name and number.
     """
 
     def __init__(
-        self, deployment: Path, slots: int, share: FairShare[Any], start: Callable[[str, int], WeightService]
+        self, deployment: Path, slots: int, share: FairShare[Any], make_service: Callable[[str, int], WeightService]
     ) -> None:
-        self._deployment, self._slots, self._share, self._start = deployment, slots, share, start
+        self._deployment, self._slots, self._share, self._make_service = deployment, slots, share, make_service
         self.services: dict[str, WeightService] = {}  # of the tenants with a number
-        self._requests: Counter[str] = Counter()  # that are not answered yet, by tenant
+        self._requests: Counter[str] = Counter()  # in progress, by tenant
         self._hashes: dict[str, str] = {}  # of the tenants' keys
         self._read_at = -KEYS_SECONDS
-        self._reading = asyncio.Lock()  # bounded: `whose` reads with a deadline
-        self._numbering = asyncio.Lock()  # bounded: `tenant` reads and calls the engine with deadlines
+        self._keys_lock = asyncio.Lock()  # bounded: `tenant_of` reads with a deadline
+        self._slots_lock = asyncio.Lock()  # bounded: `service` reads and calls the engine with deadlines
 
-    async def whose(self, key: str) -> str | None:
-        """Return the tenant that a key is of. Rejected (503) if that cannot be read."""
+    async def tenant_of(self, key: str) -> str | None:
+        """Return the tenant whose key this is; None: nobody's. Rejected (503) if the directory cannot be read."""
         asked = time.monotonic()
         if asked - self._read_at < KNOWN_SECONDS and (name := owner(key, self._hashes)) is not None:
             return name
-        async with self._reading:
+        async with self._keys_lock:
             if self._read_at < asked:
                 await asyncio.sleep(max(self._read_at + KEYS_SECONDS - time.monotonic(), 0.0))
                 self._read_at = time.monotonic()
@@ -60,18 +56,18 @@ class Tenancy:
         return owner(key, self._hashes)
 
     async def service(self, name: str) -> WeightService:
-        """Return the tenant's service, and give it a number. Rejected (409) if none is left."""
+        """Return a tenant's service, and give it a number if it has none. Rejected (409) if none is left."""
         if name not in self.services:
-            async with self._numbering:
+            async with self._slots_lock:
                 if name not in self.services:
-                    service = self._start(name, await self._free_number())
+                    service = self._make_service(name, await self._free_number())
                     await service.clear()
                     self.services[name] = service
                     logger.info("tenant {} has adapter {} of {}", name, service.number, self._slots)
         return self.services[name]
 
     async def _free_number(self) -> int:
-        """Return an unused number; if there is none, take that of a tenant that has left and has no requests."""
+        """Return a free number; if there is none, take that of a tenant that has left and is idle."""
         free = {*range(1, self._slots + 1)} - {service.number for service in self.services.values()}
         if free:
             return min(free)
@@ -84,18 +80,19 @@ class Tenancy:
         raise Rejected(409, f"all {self._slots} adapters of this server (lora.tenants.slots) are taken, by {names}")
 
     def adapter(self) -> tuple[int, str] | None:
-        """Return the adapter of the tenant whose request is answered."""
-        service = self.services.get(current_tenant() or "")
+        """Return the current tenant's adapter."""
+        service = self.services.get(CURRENT_TENANT.get() or "")  # bounded: ContextVar.get does not block
         return None if service is None else service.adapter()
 
-    def numbers(self, name: str) -> dict[str, Any]:
-        """Return how a tenant uses the engine: its share (0 to 1) of the request-seconds, and its waiting requests."""
+    def usage(self, name: str) -> dict[str, Any]:
+        """Return a tenant's share (0 to 1) of the engine's request-seconds, and the number of its waiting requests."""
         return {"engine_share": self._share.share(name, time.monotonic()), "waiting": self._share.waiting(name)}
 
-    async def answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, *, generates: bool) -> None:
-        """Forward the current tenant's request to the application. Raises Rejected."""
-        name = current_tenant()
-        assert name is not None
+    async def forward(
+        self, name: str, app: ASGIApp, scope: Scope, receive: Receive, send: Send, *, generates: bool
+    ) -> None:
+        """Forward a tenant's request to `app`; if it `generates`, wait for a fair-share ticket first. Raises Rejected:
+        503 without an adapter, 500 if its weights are unusable or a load failed before the reply."""
         self._requests[name] += 1
         try:
             if generates:
@@ -111,22 +108,22 @@ class Tenancy:
         service, ticket = self.services[name], asyncio.get_running_loop().create_future()
         self._admit(self._share.ask(name, ticket, time.monotonic()))
         try:
-            # Where the client is gone meanwhile the application notices as soon as it has its turn.
+            # A client that disconnects while queued is detected only once the application runs.
             await ticket  # bounded: by the deadlines of the requests before it
             failures = service.failures
             service.check_usable()
-            answers = False
+            has_answered = False
 
-            async def forward(message: Message) -> None:
-                nonlocal answers
-                async with service.loading:  # bounded: a load is
+            async def send_if_usable(message: Message) -> None:
+                nonlocal has_answered
+                async with service.loading:  # bounded: a load holds it, with a deadline
                     usable = service.failures == failures
                 if usable:  # else the client must see a broken connection, as if the server had died
-                    answers = True
+                    has_answered = True
                     await send(message)
 
-            await app(scope, receive, forward)
-            if service.failures != failures and not answers:
+            await app(scope, receive, send_if_usable)
+            if service.failures != failures and not has_answered:
                 raise Rejected(500, "the adapter failed to load while this request was running: its reply is discarded")
         finally:
             self._admit(self._share.leave(name, ticket, time.monotonic()))

@@ -179,7 +179,8 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner | None, nodes: 
     with console.region:
         supervisor = Supervisor(
             plan.processes, output_dir, console.say, tick, policy, lambda: drained(config), os.environ,
-            over=lambda: nodes is None or nodes.is_trainer, writes_status=nodes is None or not nodes.is_follower,
+            over=lambda: nodes is None or nodes.is_trainer,
+            writes_status=nodes is None or nodes.is_leader or not nodes.is_trainer,  # the leader's ranks report for all
         )  # fmt: skip
         outcome = supervisor.run()
         if nodes is not None:

@@ -2,7 +2,7 @@
 
 The first `inference_nodes` serve, one server each; the others train. The first that trains is the *leader*: it prepares
 the run directory, runs the orchestrator and decides how the run ends. Nodes meet in `nodes/RANK.json` of the shared run
-directory. Clocks are not compared: a node whose record no longer changes gives no sign of life.
+directory. Clocks are not compared: a node whose record no longer changes is considered lost.
 """
 
 import os
@@ -39,7 +39,7 @@ from prime_rl.processes import ProcessId, is_alive, me, this_host
 from prime_rl.wait import WaitTimeout, wait
 
 _BEAT_SECONDS = 2.0
-_LOST_SECONDS = 30.0  # without a sign of life
+_LOST_SECONDS = 30.0  # without a change of its record
 _DRAINING, _RUNNING = "draining", "running"
 _FAILED = RunOutcome.FAILURE.name, RunOutcome.INTERRUPTED.name
 
@@ -50,14 +50,14 @@ class NodeRecord:
 
     host: str
     url: str  # of its server; empty for a node that trains
-    beat: float
+    beat: float  # Unix seconds; peers only test whether it changes
     state: str
     machine: str  # see `this_host`; pids mean something there alone
     process: ProcessId
 
 
 @dataclass
-class _Neighbor:
+class _Peer:
     """Another node as it was last seen. Its record is `live` once it has changed, or appeared, while this node looks:
     before, it may be of an earlier run."""
 
@@ -68,7 +68,7 @@ class _Neighbor:
 
 
 class Nodes:
-    """One node's view of the run. Within a `with` block it publishes its own record."""
+    """One node's view of the run. Within a `with` block a thread publishes the node's record every few seconds."""
 
     def __init__(self, config: RLConfig) -> None:
         assert config.node_rank is not None
@@ -76,18 +76,16 @@ class Nodes:
         self.servers = 0 if config.inference is None else config.inference_nodes
         self.leader = self.servers
         self.is_leader, self.is_trainer = self.rank == self.leader, self.rank >= self.servers
-        self.is_follower = self.is_trainer and not self.is_leader  # the leader's ranks report for all
         self._directory = config.output_dir / "nodes"
         self._state = _RUNNING
-        self._neighbors: dict[int, _Neighbor] = {}
-        self._absent = set[int]()  # that had no record yet
+        self._peers: dict[int, _Peer | None] = {}  # None: had no record yet
         self._lock = threading.Lock()  # bounded: held while one small file is written
         self._decision: RunOutcome | None = None  # how the run has ended for this node
         self._stopped = threading.Event()
 
     @property
     def url(self) -> str:
-        """Where the other nodes reach this one's server."""
+        """Where other nodes reach this node's server; empty for a node that trains."""
         if self._config.inference is None or self.is_trainer:
             return ""
         server = self._config.inference.server
@@ -95,13 +93,13 @@ class Nodes:
         return server.with_values({"host": host}).url
 
     def __enter__(self) -> Self:
-        """Raises UserError: the other nodes could not ask this one's server, another `rl` has this rank, or nothing can
+        """Raises UserError: other nodes could not reach this node's server, another `rl` has this rank, or nothing can
         be written."""
         inference = None if self.is_trainer else self._config.inference
         key = inference is None or inference.server.host or inference.api_key or os.environ.get("VLLM_API_KEY")
         if not key:  # it would listen on loopback
             raise UserError("set VLLM_API_KEY, the same on all nodes: other hosts ask this node's server")
-        if (other := self._namesake()) is not None:
+        if (other := self._duplicate()) is not None:
             raise UserError(f"node {self.rank} is run by pid {other.process.pid} on {other.host} already")
         with user_errors(f"cannot write in {self._directory}", OSError):
             self._write()
@@ -113,8 +111,8 @@ class Nodes:
         self.publish(RunOutcome.FAILURE.name if self._state in (_RUNNING, _DRAINING) else self._state)
 
     def publish(self, state: str = "") -> None:
-        """Write this node's record."""
-        with suppress(OSError):  # a file system that is away for a moment
+        """Write this node's record. Where that fails the next heartbeat writes it again."""
+        with suppress(OSError):
             self._write(state)
 
     def _write(self, state: str = "") -> None:
@@ -127,7 +125,7 @@ class Nodes:
     def _path(self, rank: int) -> Path:
         return self._directory / f"{rank}.json"
 
-    def _namesake(self) -> NodeRecord | None:
+    def _duplicate(self) -> NodeRecord | None:
         """Return the record of another `rl` that runs with this rank."""
         record = read_record(NodeRecord, self._path(self.rank))
         if record is None or record.state in RunOutcome.__members__:
@@ -147,7 +145,8 @@ class Nodes:
             self.publish()
 
     def await_nodes(self, ranks: range, say: Callable[[str], None]) -> list[NodeRecord]:
-        """Return the records of these nodes once all are live, or the first of one that has ended."""
+        """Return the records of these nodes once all are live, or the first of one that has ended. Raises WaitTimeout
+        after `ready_timeout` seconds."""
         names = f"node{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         if ranks:
             say(f"waiting for {names}: start the same command there, with its --node-rank")
@@ -162,7 +161,8 @@ class Nodes:
         return wait(live, subject=subject, owner="`rl` there", seconds=seconds) if ranks else []
 
     def tick(self, supervisor: Supervisor, say: Callable[[str], None]) -> None:
-        """Say which nodes are lost and which are back, and follow the leader."""
+        """Publish that this node drains, and react to the others: drain or stop with the leader, report those that are
+        lost or back, and fail the run if `lost_node` is "end". Call periodically."""
         if supervisor.is_draining and self._state == _RUNNING:
             self.publish(_DRAINING)
         for rank in range(self._config.nodes):
@@ -177,7 +177,7 @@ class Nodes:
             elif state in _FAILED or (state in (_RUNNING, _DRAINING) and silence > _LOST_SECONDS):
                 if not node.is_lost:
                     node.is_lost = True
-                    self._lose(rank, node.record, silence, supervisor, say)
+                    self._report_loss(rank, node.record, silence, supervisor, say)
             else:
                 if node.is_lost:
                     say(f"node {rank} ({node.record.host}) is back")
@@ -185,7 +185,7 @@ class Nodes:
                 if rank == self.leader and state == _DRAINING and self.is_trainer:  # servers are needed until the end
                     supervisor.drain()
 
-    def _lose(
+    def _report_loss(
         self, rank: int, record: NodeRecord, silence: float, supervisor: Supervisor, say: Callable[[str], None]
     ) -> None:
         ended = record.state in _FAILED
@@ -197,18 +197,17 @@ class Nodes:
             supervisor.stop()
 
     def outcome(self, own: RunOutcome) -> RunOutcome:
-        """Return how the run has ended, and publish it: as the leader says, if it does."""
+        """Return the run's outcome and publish it: the leader's, FAILURE after a fatal loss of a node, else `own`."""
         outcome = self._decision or own
         self.publish(outcome.name)
         return outcome
 
-    def _look(self, rank: int) -> _Neighbor | None:
-        record, known = read_record(NodeRecord, self._path(rank)), self._neighbors.get(rank)
+    def _look(self, rank: int) -> _Peer | None:
+        record, known = read_record(NodeRecord, self._path(rank)), self._peers.get(rank)
         if record is None:
-            self._absent.add(rank)
-            return known
+            return self._peers.setdefault(rank, None)
         if known is None:
-            known = self._neighbors[rank] = _Neighbor(record, time.monotonic(), live=rank in self._absent)
+            known = self._peers[rank] = _Peer(record, time.monotonic(), live=rank in self._peers)
         elif known.record != record:
             known.record, known.changed, known.live = record, time.monotonic(), True
         return known
@@ -241,9 +240,10 @@ def node_plan(config: RLConfig, machine: HostResources, nodes: Nodes, urls: list
         if nodes_that_train * ranks > 1:
             # torchrun guesses by hostname which node hosts the store: set it explicitly. It is waited for as a server.
             seconds = f"{config.ready_timeout:.0f}"
-            waits = f"is_host={nodes.is_leader},join_timeout={seconds},read_timeout={seconds}"
-            meeting = ("--nnodes", str(nodes_that_train), "--rdzv-id", "prime-rl", "--rdzv-conf", waits)
-            module = torchrun(ranks, config.rendezvous or "localhost:0", *meeting)
+            rdzv_conf = f"is_host={nodes.is_leader},join_timeout={seconds},read_timeout={seconds}"
+            nnodes = str(nodes_that_train)
+            rendezvous_args = ("--nnodes", nnodes, "--rdzv-id", "prime-rl", "--rdzv-conf", rdzv_conf)
+            module = torchrun(ranks, config.rendezvous or "localhost:0", *rendezvous_args)
         log = "trainer" if nodes.is_leader else f"trainer-{nodes.rank}"
         add("trainer", trainer, count, *module, drain_children=len(module) > 1, log=log)
         if nodes.is_leader:

@@ -1,8 +1,8 @@
-"""LoRA (Hu et al. 2021): a model's weights stay as they are; what is trained are products of thin matrices beside them.
+"""LoRA (Hu et al. 2021): the model's weights W are frozen; low-rank updates B·A of them are trained.
 
 A layer with an adapter computes y = x Wᵀ + (alpha / rank) (x Aᵀ) Bᵀ. A is random and B zero at first, so that training
-begins with the model itself. W is kept in the type that is computed in; A and B are float32 masters. Files are PEFT's.
-Several tenants' adapters lie beside each other, in slots. Letters: S rows, I and O widths of a layer, R rank, N slots,
+begins with the model itself. W is stored in the compute dtype; the masters of A and B are float32. Files are PEFT's.
+Each tenant's adapter has a slot of its own. Letters: S rows, I input and O output width of a layer, R rank, N slots,
 E experts.
 """
 
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
 _PREFIX = "base_model.model."  # of names in PEFT's files
 GROUPED_RANKS = 8  # grouped matrix products on a GPU read rows in units of 16 bytes
 
-Whole = Callable[[Tensor], Tensor]
+Gather = Callable[[Tensor], Tensor]
 """Gathers a parameter from all ranks."""
 
 
 @dataclass
 class Slots:
-    """How many adapters each layer has, and which computes which rows: the one in slot `number` all of them, or if they
-    are `grouped`, as on a GPU with several slots, the one in slot n rows [end[n - 1], end[n])."""
+    """Assignment of rows to the adapters of a layer. Not grouped: the adapter in slot `active` computes all rows.
+    Grouped (GPU, several slots): rows are sorted by slot, and slot n computes rows [end_N[n - 1], end_N[n])."""
 
     count: int = 1
     grouped: bool = False
-    number: int = 0
+    active: int = 0
     end_N: Tensor | None = None  # int32
-    assigned: tuple[int, ...] = ()  # slots that compute any rows
+    assigned: tuple[int, ...] = ()  # the slots in the last call of `assign`
 
     def assign(self, rows: Mapping[int, int], device: torch.device) -> None:
-        """Set how many rows each slot's adapter computes, ordered by slot. Ungrouped, one slot computes all of them."""
+        """Assign the rows of the next forward. `rows`: row count by slot; if not grouped, of one slot."""
         self.assigned = tuple(rows)
         if not self.grouped:
-            (self.number,) = rows
+            (self.active,) = rows
             return
         end_N = torch.tensor([rows.get(slot, 0) for slot in range(self.count)]).cumsum(0, dtype=torch.int32)
         self.end_N = (end_N.pin_memory() if device.type == "cuda" else end_N).to(device, non_blocking=True)
@@ -63,7 +63,7 @@ class _Adapter(nn.Module):
 
     scale: float
     dropout: float
-    merged: torch.dtype | None = None  # if set, compute with the sum of both rounded to this type, as an engine does
+    merged: torch.dtype | None = None  # if set, use W + scale·B·A rounded to this dtype, as the inference engine does
 
     def set_up(self, config: "LoRAConfig") -> None:
         self.scale, self.dropout = config.alpha / config.rank, config.dropout
@@ -71,18 +71,18 @@ class _Adapter(nn.Module):
     def drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.dropout and torch.is_grad_enabled() else x
 
-    def sum_up(self, weight: Tensor, b: Tensor, a: Tensor) -> Tensor:
-        """Return the sum of a weight [..., O, I] and its adapter, in float32."""
+    def merge(self, weight: Tensor, b: Tensor, a: Tensor) -> Tensor:
+        """Return weight [..., O, I] + scale·B·A in float32."""
         return weight.float() + self.scale * (b.float() @ a.float())
 
-    def weights(self) -> Iterator[tuple[Tensor, Callable[[Tensor, Whole], Tensor]]]:
-        """Yield each weight with an adapter, and a function that adds the adapter to it, given the gathered weight."""
+    def weights(self) -> Iterator[tuple[Tensor, Callable[[Tensor, Gather], Tensor]]]:
+        """Yield each weight that has an adapter, and a function that merges both, given the gathered weight."""
         raise NotImplementedError
 
     def merged_weights(self) -> list[Tensor]:
-        """Return the sums as they are exported, in the type of the weights."""
+        """Return the merged weights as they are exported, in the dtype of the weights."""
         assert self.merged is not None
-        sums = [(weight, sum_up(weight, lambda parameter: parameter)) for weight, sum_up in self.weights()]
+        sums = [(weight, merge(weight, lambda parameter: parameter)) for weight, merge in self.weights()]
         return [total.to(self.merged).to(weight.dtype) for weight, total in sums]
 
 
@@ -114,7 +114,7 @@ class LoRALinear(nn.Linear, _Adapter):
             a_NRI, b_NOR = self.stacked or self.stack()
             low_SR = moe.grouped_linear(rows.flatten(0, -2), a_NRI, end_N, False)
             return out + self.scale * moe.grouped_linear(low_SR, b_NOR, end_N, False).view(out.shape)
-        a_RI, b_OR = self.pair(self.slots.number)
+        a_RI, b_OR = self.pair(self.slots.active)
         low_SR = F.linear(rows, a_RI).flatten(0, -2)
         return torch.addmm(out.flatten(0, -2), low_SR, b_OR.t(), alpha=self.scale).view(out.shape)
 
@@ -127,15 +127,18 @@ class LoRALinear(nn.Linear, _Adapter):
         pairs = [self.pair(slot) for slot in range(self.slots.count)]
         return torch.stack([a_RI for a_RI, _ in pairs]), torch.stack([b_OR for _, b_OR in pairs])
 
-    def weights(self) -> Iterator[tuple[Tensor, Callable[[Tensor, Whole], Tensor]]]:
+    def weights(self) -> Iterator[tuple[Tensor, Callable[[Tensor, Gather], Tensor]]]:
         a_RI, b_OR = self.pair(0)
-        yield self.weight, lambda weight, whole: self.sum_up(weight, whole(b_OR), whole(a_RI))
+        yield self.weight, lambda weight, gather: self.merge(weight, gather(b_OR), gather(a_RI))
 
 
 class ExpertsLoRA(_Adapter):
-    """The adapters of a block's experts, on the meta device. Those of gate and up projection share one A."""
+    """The adapters of a block's experts, on the meta device.
 
-    lora_A: nn.Parameter  # [E, 2 · R, I]
+    The A of the gate and of the up projection are stacked in one parameter, so that one product computes both.
+    """
+
+    lora_A: nn.Parameter  # [E, 2 · R, I]: rows of gate_proj, then of up_proj
     lora_gate_B: nn.Parameter  # [E, O, R]
     lora_up_B: nn.Parameter
     lora_down_A: nn.Parameter  # [E, R, I]
@@ -158,8 +161,8 @@ class ExpertsLoRA(_Adapter):
 
     def gate_up(self, rows_SI: Tensor, end_E: Tensor) -> Tensor:
         """Return what the adapters add to gate and up [S, 2 · O], of rows that are sorted by expert."""
-        low_SR = moe.grouped_linear(self.drop(rows_SI), self.lora_A, end_E, False)
-        halves = zip(low_SR.chunk(2, -1), (self.lora_gate_B, self.lora_up_B), strict=True)
+        low_S2R = moe.grouped_linear(self.drop(rows_SI), self.lora_A, end_E, False)
+        halves = zip(low_S2R.chunk(2, -1), (self.lora_gate_B, self.lora_up_B), strict=True)
         return self.scale * torch.cat([moe.grouped_linear(low, b, end_E, False) for low, b in halves], -1)
 
     def down(self, rows_SI: Tensor, end_E: Tensor) -> Tensor:
@@ -167,20 +170,17 @@ class ExpertsLoRA(_Adapter):
         low_SR = moe.grouped_linear(self.drop(rows_SI), self.lora_down_A, end_E, False)
         return self.scale * moe.grouped_linear(low_SR, self.lora_down_B, end_E, False)
 
-    def _gate_up(self, whole: Whole) -> list[tuple[Tensor, Tensor]]:
-        a_gate, a_up = whole(self.lora_A).chunk(2, 1)
-        return [(whole(self.lora_gate_B), a_gate), (whole(self.lora_up_B), a_up)]
-
-    def weights(self) -> Iterator[tuple[Tensor, Callable[[Tensor, Whole], Tensor]]]:
+    def weights(self) -> Iterator[tuple[Tensor, Callable[[Tensor, Gather], Tensor]]]:
         (experts,) = self._experts
 
-        def gate_up(weight: Tensor, whole: Whole) -> Tensor:
-            halves = zip(weight.chunk(2, 1), self._gate_up(whole), strict=True)
-            return torch.cat([self.sum_up(half, b, a) for half, (b, a) in halves], 1)
+        def gate_up(weight: Tensor, gather: Gather) -> Tensor:
+            both_a, both_b = gather(self.lora_A).chunk(2, 1), (gather(self.lora_gate_B), gather(self.lora_up_B))
+            halves = zip(weight.chunk(2, 1), both_b, both_a, strict=True)
+            return torch.cat([self.merge(half, b, a) for half, b, a in halves], 1)
 
         b, a = self.lora_down_B, self.lora_down_A
         yield experts.gate_up_proj, gate_up
-        yield experts.down_proj, lambda weight, whole: self.sum_up(weight, whole(b), whole(a))
+        yield experts.down_proj, lambda weight, gather: self.merge(weight, gather(b), gather(a))
 
 
 # ---- a model's adapters
@@ -210,7 +210,7 @@ def add_adapters(lm: PreTrainedModel, config: "LoRAConfig", name: str, dtype: to
         lm.set_submodule(path, LoRALinear(linear[path], config, slots))
     blocks = moe.moe_blocks(lm) if config.experts else []
     for _, _, experts in blocks:
-        gated = type(experts)._apply_gate is _default_apply_gate if getattr(experts, "has_gate", False) else False
+        gated = getattr(experts, "has_gate", False) and type(experts)._apply_gate is _default_apply_gate
         if not gated or experts.is_transposed or experts.has_bias:
             raise UserError(
                 f"lora.experts: the experts of model {name} ({type(experts).__name__}) can have no adapters"
@@ -243,6 +243,7 @@ def _named(modules: Mapping[str, nn.Module], names: Sequence[str], option: str, 
 
 
 def adapters(policy: nn.Module) -> list[_Adapter]:
+    """Return the adapters of a policy's layers."""
     return [module for module in policy.modules() if isinstance(module, _Adapter)]
 
 
@@ -302,7 +303,7 @@ def initialize(policy: nn.Module, world: World, seed: int) -> None:
 
 @torch.no_grad()
 def load_adapter(policy: nn.Module, directory: Path, world: World) -> None:
-    """Read this rank's rows of the adapter that training starts from. UserError if it is one of other modules."""
+    """Read this rank's rows of an adapter to start from. UserError: it is damaged, or of other modules or shapes."""
     path, tensors = directory / ADAPTER_FILE, {tensor.name: tensor for tensor in adapter_tensors(policy)}
     with user_errors(f"{path} is damaged or unreadable", SafetensorError, OSError), safe_open(path, "pt") as file:
         if different := sorted(tensors.keys() ^ {*file.keys()}):

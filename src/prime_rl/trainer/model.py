@@ -40,11 +40,12 @@ if TYPE_CHECKING:
 
 
 class SingleRankUnit:
-    """All parameters of `model`, with the FSDP methods that the trainer calls, bitwise equal to FSDP.
+    """Replacement for FSDP on a single rank: master parameters, float32 if they are trained, and copies in the compute
+    dtype that replace them in the modules between `unshard` and `reshard`. Results equal FSDP's bit for bit.
 
-    Masters are float32 DTensors, as FSDP has them, for optimizers, checkpoints and exports. While gathered the modules
-    hold copies in the compute dtype instead. As soon as backward has a copy's gradient, it is added to the master's.
-    Grouped adapters of tenants have one copy for all slots: with one each, the host would take longer than the GPU.
+    Masters are DTensors, as FSDP has them, for optimizers, checkpoints and exports. As soon as backward has a copy's
+    gradient, it is added to the master's. Grouped adapters of tenants have one copy for all slots: with one each, the
+    host would take longer than the GPU.
 
     Args:
         model: On the meta device; its parameters become the masters.
@@ -61,34 +62,33 @@ class SingleRankUnit:
                     masters[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
                 setattr(module, name, masters[parameter])
         self._model, self._dtype, self._exact = model, dtype, {masters[parameter] for parameter in exact}
-        # module, name, master, copy
-        self._computed_copies: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-        self._rows: list[Tensor] = []  # of the masters that are copied, and their copies
-        self._copies: list[Tensor] = []
-        self._gathered = self._in_backward = False
+        self._placements: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []  # module, name, master, copy
+        self._rows: list[Tensor] = []  # local tensors of the masters whose copies have memory of their own
+        self._copies: list[Tensor] = []  # these copies, in the same order
+        self._unsharded = self._in_backward = False
         self._reshard_after_backward = True
 
     @torch.no_grad()
     def unshard(self) -> None:
-        """Give the modules weights to compute with."""
-        if self._gathered:
+        """Copy the masters' values, and put the copies into the modules. No-op if they are there already."""
+        if self._unsharded:
             return
-        if not self._computed_copies:
+        if not self._placements:
             self._make_copies()
         if self._copies:
             torch._foreach_copy_(self._copies, self._rows)
-        for module, name, _, copy in self._computed_copies:
+        for module, name, _, copy in self._placements:
             module._parameters[name] = copy
-        self._gathered = True
+        self._unsharded = True
 
     def reshard(self) -> None:
-        """Give the modules their masters again. The copies keep their memory."""
-        for module, name, master, _ in self._computed_copies:
+        """Put the masters back into the modules. The copies keep their memory."""
+        for module, name, master, _ in self._placements:
             module._parameters[name] = master
-        self._gathered = False
+        self._unsharded = False
 
     def set_reshard_after_backward(self, reshard: bool, *, recurse: bool = True) -> None:
-        """Set whether the next backward is the last with these weights."""
+        """Set whether `reshard` is called at the end of each backward. `recurse` of FSDP's signature is ignored."""
         self._reshard_after_backward = reshard
 
     def set_requires_all_reduce(self, required: bool, *, recurse: bool = True) -> None:
@@ -97,10 +97,9 @@ class SingleRankUnit:
     def _make_copies(self) -> None:
         """Make the copies, once masters are allocated; equal dtypes share their memory."""
         copies: dict[nn.Parameter, nn.Parameter] = {}
-        for module in self._model.modules():
+        for module in self._model.modules():  # an adapter's layer comes before its A and B
             if isinstance(module, adapters.LoRALinear) and module.slots.grouped:
                 module.stacked = self._stack(module.lora_A, copies), self._stack(module.lora_B, copies)
-        for module in self._model.modules():
             for name, master in module.named_parameters(recurse=False):
                 if master not in copies:
                     rows = local_part(master)
@@ -111,7 +110,7 @@ class SingleRankUnit:
                         self._copies.append(copy)
                     if copy.requires_grad:
                         copy.register_post_accumulate_grad_hook(partial(self._add, master))
-                self._computed_copies.append((module, name, master, copies[master]))
+                self._placements.append((module, name, master, copies[master]))
 
     def _stack(self, linears: nn.ModuleList, copies: dict[nn.Parameter, nn.Parameter]) -> nn.Parameter:
         """Return one copy [N, …] of the weights of all slots; set `copies` to its parts, which have no gradient."""
@@ -134,6 +133,7 @@ class SingleRankUnit:
             self._accumulate(masters[slot], grad_N[slot])
 
     def _take_grad(self, copy: Tensor) -> Tensor:
+        """Return and clear the gradient of a copy. The first of a backward also queues `_end_backward`."""
         grad, copy.grad = copy.grad, None
         assert grad is not None
         if not self._in_backward:

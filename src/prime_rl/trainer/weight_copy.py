@@ -51,7 +51,7 @@ class WeightCopy:
     ) -> None:
         self.world, self.dtype, self._gpu = world, dtype, gpu
         self._policy, self._lora = policy, lora
-        self._sums = {weight: sum_up for each in adapters(policy) for weight, sum_up in each.weights()}
+        self._sums = {weight: merge for each in adapters(policy) for weight, merge in each.weights()}
         self.is_adapter = lora is not None and lora.serve == "adapter"
         self.stored = list(adapter_tensors(policy) if self.is_adapter else stored_tensors(policy))
         kinds = {True: DTYPE_NAMES[dtype], False: "F32"}  # buffers stay exact: they decide between experts

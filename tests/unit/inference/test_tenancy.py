@@ -12,7 +12,7 @@ import pytest
 from prime_rl.inference.compat import AdapterNames
 from prime_rl.inference.fair_share import FairShare
 from prime_rl.inference.middleware import Guard
-from prime_rl.inference.tenancy import Tenancy, current_tenant
+from prime_rl.inference.tenancy import CURRENT_TENANT, Tenancy
 from prime_rl.inference.version_files import Rejected
 from prime_rl.transport.tenants import ask_to_join, claim_name, leave, own_key, tenant_dir
 
@@ -41,8 +41,8 @@ class Server:
     def __init__(self, directory: Path, most: int = 2, keys: tuple[str, ...] = ()) -> None:
         self.directory, self.gate, self.entered = directory, asyncio.Event(), list[str | None]()
         self.gate.set()
-        start: Any = FakeService
-        self.tenancy = Tenancy(directory, 2, FairShare[Any](most, {}, {}), start)
+        make_service: Any = FakeService
+        self.tenancy = Tenancy(directory, 2, FairShare[Any](most, {}, {}), make_service)
         self.adapters = AdapterNames(["the/model"], self.tenancy.adapter)
         self.guard = Guard(self._application, keys, self.tenancy)
         self.keys = keys
@@ -51,7 +51,7 @@ class Server:
         if self.keys and scope["path"].startswith("/v1/"):  # as vLLM asks for
             assert dict(scope["headers"])[b"authorization"] == f"Bearer {self.keys[0]}".encode()
         body = (await receive())["body"]
-        self.entered.append(current_tenant())
+        self.entered.append(CURRENT_TENANT.get())
         await self.gate.wait()
         (adapter,) = {self.adapters[name].lora_name[10:] if name in self.adapters else "no" for name in NAMES}
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -145,9 +145,9 @@ async def test_requests_wait_for_the_engine(tmp_path: Path) -> None:
     a, b = await server.join("a"), await server.join("b")
     server.gate.clear()
     replies = [asyncio.create_task(server.post(a, body=f"a{number}")) for number in range(4)]
-    await until(lambda: server.tenancy.numbers("a")["waiting"] == 2)
+    await until(lambda: server.tenancy.usage("a")["waiting"] == 2)
     other = asyncio.create_task(server.post(b, body="b"))
-    await until(lambda: server.tenancy.numbers("b")["waiting"] == 1)
+    await until(lambda: server.tenancy.usage("b")["waiting"] == 1)
     weights = asyncio.create_task(server.post(b, "/weights"))
     await until(lambda: server.entered == ["a", "a", "b"])
     server.gate.set()
