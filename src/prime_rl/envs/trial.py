@@ -1,8 +1,8 @@
-"""Run the first tasks before any server is up: an environment that cannot work is found in seconds.
+"""Dry-run up to three tasks (first, middle, last) to find environments that cannot work, before a server is up.
 
-A forked copy of the worker runs them, with a stand-in for the model. It ends, in silence, as soon as it would connect
-to anything, start a program or write a file (no judge is asked, no sandbox paid), a reply leads to a reward, or time is
-up. It reports what several replies led to and no other could prevent. Episodes show the rest.
+The trial uses canned replies. It runs in a forked process and reports an error only if every reply to every task raises the same one, and
+`_is_certain` finds that it cannot depend on the reply. It gives up and reports nothing if an episode succeeds, if it
+would open a connection, start a program or write a file, or after `SECONDS`.
 """
 
 import ast
@@ -25,26 +25,27 @@ from prime_rl.envs import ids
 from prime_rl.envs.protocol import Run, Setup
 from prime_rl.wait import WaitTimeout, within
 
-SECONDS = 5.0  # for all replies
-SENTENCE = "I have thought about it, and this is my reply: it depends."
-TAGGED = "<think>It is so.</think>\n<answer>\\boxed{{{}}}</answer>"
+SECONDS = 5.0  # of the whole trial
+_PLAIN_REPLY = "I have thought about it, and this is my reply: it depends."
+_TAGGED_REPLY = "<think>It is so.</think>\n<answer>\\boxed{{{}}}</answer>"
 
-_OUTSIDE = ("os.", "shutil.", "socket.", "subprocess.", "pty.", "sqlite3.")  # audit events, but for:
-_HARMLESS = ("os.listdir", "os.scandir", "os.walk", "os.putenv", "os.unsetenv", "socket.__new__", "socket.bind")
-_FIXED = ("prime_rl.envs.plain.Reply", "verifiers.v1.task.TaskData", "verifiers.v1.trace.Trace")  # in their fields
+_EFFECT_EVENTS = ("os.", "shutil.", "socket.", "subprocess.", "pty.", "sqlite3.")  # prefixes of audit events, except:
+_ALLOWED_EVENTS = ("os.listdir", "os.scandir", "os.walk", "os.putenv", "os.unsetenv", "socket.__new__", "socket.bind")
+_FIXED_FIELD_TYPES = ("prime_rl.envs.plain.Reply", "verifiers.v1.task.TaskData", "verifiers.v1.trace.Trace")
 _FRAMEWORK = ("verifiers.", "prime_rl.", "asyncio.")
-_SIMPLE = (ast.expr, ast.Assign, ast.AnnAssign, ast.Expr, ast.Import, ast.ImportFrom)
+_STRAIGHT_LINE_NODES = (ast.expr, ast.Assign, ast.AnnAssign, ast.Expr, ast.Import, ast.ImportFrom)
 
 
 async def find_fault(env: Any, setup: Setup) -> str:
-    """Describe the exception that every episode of an adapter, not yet entered, would end with; "": none is known."""
-    if multiprocessing.active_children():  # with which a copy would share locks
+    """Return the error that every episode of `env` (not yet entered as a context manager) would raise; "" if none."""
+    if multiprocessing.active_children():  # the forked process would share locks with them
         return ""
     reading, writing = os.pipe()
     with open(reading, encoding="utf-8", errors="replace") as pipe, suppress(OSError, Warning, WaitTimeout):
+        # Warning: `fork` warns in a process with threads, and `-W error` makes that an exception.
         if not (pid := os.fork()):
             try:
-                _cut_off(writing)
+                _isolate(writing)
                 asyncio.run(_try(env, setup, writing))
             finally:
                 os._exit(0)
@@ -57,35 +58,37 @@ async def find_fault(env: Any, setup: Setup) -> str:
     return ""
 
 
-def _cut_off(pipe: int) -> None:
-    """Leave this process its memory, and files to read."""
+def _isolate(pipe: int) -> None:
+    """Redirect every descriptor to /dev/null, except `pipe` and files open for reading, and add the audit hook."""
     sys.dont_write_bytecode = True
     null = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # the listing's own
+        with suppress(OSError):  # closed since it was listed
             to_read = os.path.isfile(f"/proc/self/fd/{number}") and not fcntl.fcntl(number, fcntl.F_GETFL) & 3
             if number not in (pipe, null) and not to_read:
                 os.dup2(null, number)
-    sys.addaudithook(_end_if_it_leaves)
+    sys.addaudithook(_exit_on_side_effect)
 
 
-def _end_if_it_leaves(event: str, arguments: tuple[Any, ...]) -> None:
-    """End this process before Python connects, starts a program, or changes a file; C libraries are not seen."""
+def _exit_on_side_effect(event: str, arguments: tuple[Any, ...]) -> None:
+    """End this process before Python connects, starts a program or changes a file. C libraries raise no audit events."""
     writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-    if writes or (event.startswith(_OUTSIDE) and event not in _HARMLESS):
+    if writes or (event.startswith(_EFFECT_EVENTS) and event not in _ALLOWED_EVENTS):
         os._exit(0)
 
 
 async def _try(env: Any, setup: Setup, pipe: int) -> None:
-    """Run an episode of a few tasks per reply, and write what all of them end with, if anything, into the pipe."""
+    """Run an episode for each task and reply; write the error that all of them end with, if any, into the pipe."""
     from renderers.base import RenderedTokens
 
-    raised: Any = []
-    noted: list[tuple[Any, str]] = [(ids, "describe")]
+    raised: list[BaseException] = []
+    # Functions that receive each exception as their last argument; wrapped to record it.
+    hooks: list[tuple[Any, str]] = [(ids, "describe")]
     if not isinstance(env.tasks[0], dict):  # of verifiers.v1
-        noted += [(sys.modules["verifiers.v1.rollout"].Rollout, "fail"), (sys.modules["verifiers.v1.env"], "_as_error")]
-        type(env.tasks[0]).toolsets = type(env._env.taskset).toolsets = lambda *_: []  # they are programs
-    for owner, name in noted:  # all are called with an exception, last
+        hooks += [(sys.modules["verifiers.v1.rollout"].Rollout, "fail"), (sys.modules["verifiers.v1.env"], "_as_error")]
+        # Tool servers are subprocesses, which the trial may not start.
+        type(env.tasks[0]).toolsets = type(env._env.taskset).toolsets = lambda *_: []
+    for owner, name in hooks:
         call = getattr(owner, name)
         setattr(owner, name, lambda *args, call=call: (raised.append(args[-1]), call(*args))[1])
     text, turns, faults = "", 0, set[str]()
@@ -104,11 +107,12 @@ async def _try(env: Any, setup: Setup, pipe: int) -> None:
     renderer = SimpleNamespace(bridge_to_next_turn=None)
     env.engine = SimpleNamespace(branched=True, model=setup.model, renderer=renderer, generate=generate)
     async with env:
-        for index in {0, len(env.task_ids) // 2, len(env.task_ids) - 1}:  # one of many may be bad
+        for index in {0, len(env.task_ids) // 2, len(env.task_ids) - 1}:
             task = env.tasks[index]
             data = task if isinstance(task, dict) else dict(task.data)
             before = repr(data)
-            for reply in (answer := str(data.get("answer", SENTENCE)), TAGGED.format(answer), SENTENCE, ""):
+            answer = str(data.get("answer", _PLAIN_REPLY))
+            for reply in (answer, _TAGGED_REPLY.format(answer), _PLAIN_REPLY, ""):
                 text, turns, raised[:] = reply, 0, []
                 result = await env.run(Run(0, "trial", index, env.task_ids[index], {}, 0, "http://trial/v1", SECONDS))
                 if result.ok or not raised:
@@ -124,35 +128,37 @@ async def _try(env: Any, setup: Setup, pipe: int) -> None:
 
 
 def _is_certain(error: BaseException, turns: int, task: str) -> bool:
-    """Whether no other reply could prevent it: a name, a module, an argument or a field of the `task` is missing, or it
-    is raised on the way of every episode of one turn. Parsers raise the rest. `task`: its `repr` before the episode."""
+    """Return whether the error cannot depend on the reply: a missing name, module, argument or task field, or an
+    unconditional raise or constant return in a top-level statement reached without a branch. Anything else may come
+    from parsing the reply. `task`: the `repr` of the task before the episode."""
     if isinstance(error, ImportError):
         return isinstance(error, ModuleNotFoundError) or "cannot import name" in str(error)
     frames = list(traceback.walk_tb(error.__traceback__))
     last, line = frames[-1]
     if isinstance(error, NameError | AttributeError):
         thing, file = getattr(error, "obj", None), last.f_code.co_filename
-        if any(f"{kind.__module__}.{kind.__name__}" in _FIXED for kind in type(thing).__mro__):
+        if any(f"{kind.__module__}.{kind.__name__}" in _FIXED_FIELD_TYPES for kind in type(thing).__mro__):
             return True
         if isinstance(thing, ModuleType) or "is not defined" in str(error):
             lines = linecache.getlines(getattr(thing, "__file__", file) or "")
-            made = any("global " in each and str(error.name) in each for each in lines)  # some time
-            return not made and not file.startswith("<")  # a reply that is run as code
+            assigned = any("global " in text and str(error.name) in text for text in lines)  # perhaps later
+            return not assigned and not file.startswith("<")  # "<…>": a reply that is run as code
     own = [frame for frame, _ in frames if not frame.f_globals.get("__name__", "").startswith(_FRAMEWORK)]
     if not own:
         return isinstance(error, TypeError) and " missing " in str(error) and " required " in str(error)
     if isinstance(error, KeyError):
         text = linecache.getline(last.f_code.co_filename, line).replace('"', "'")
         match = re.search(rf"(?<![\w.])(\w[\w.\[\]']*)\[{re.escape(repr(error.args[0]))}\]", text)
+        # The pattern admits only names, attributes and subscripts, and this is the forked process.
         owner = eval(match[1], last.f_globals, last.f_locals) if match and last in own else None
         return isinstance(owner, dict) and error.args[0] not in owner and repr(owner) in task
-    if turns > 1 or own != [last] or last.f_code.co_name == "env_response":  # which some replies make needless
+    if turns > 1 or own != [last] or last.f_code.co_name == "env_response":  # not every reply leads to it
         return False
     source, first = inspect.getsourcelines(last.f_code)
     function: Any = ast.parse(textwrap.dedent("".join(source))).body[0]
-    before = [each for each in function.body if first + each.end_lineno <= line]
-    part: Any = function.body[len(before)]
-    part = part.test if isinstance(part, ast.If) else part
-    straight = first + part.end_lineno > line and all(isinstance(each, _SIMPLE) for each in before)
-    constant = isinstance(part, ast.Return) and not any(isinstance(node, ast.Name) for node in ast.walk(part))
-    return straight and (isinstance(part, ast.Raise) or constant)
+    before = [statement for statement in function.body if first + statement.end_lineno <= line]
+    last_statement = function.body[len(before)]
+    if not all(isinstance(statement, _STRAIGHT_LINE_NODES) for statement in before):
+        return False
+    constant = not any(isinstance(node, ast.Name) for node in ast.walk(last_statement))
+    return isinstance(last_statement, ast.Raise) or (isinstance(last_statement, ast.Return) and constant)

@@ -1,4 +1,4 @@
-"""The one reader of a run directory: of the page, the Python API, the console, `rl doctor` and `rl audit`."""
+"""Read a run directory, for `rl view`, the Python API, the console, `rl doctor` and `rl audit`."""
 
 import difflib
 import tomllib
@@ -21,32 +21,32 @@ from prime_rl.transport.settings import LEDGER, running_processes
 from prime_rl.transport.token_stats import STATS, read_token_stats
 from prime_rl.transport.weights import weights_manifest
 
-_WRITTEN = ("configs", "metrics", "status", "rollouts", "weights", LEDGER)
+_RUN_ENTRIES = ("configs", "metrics", "status", "rollouts", "weights", LEDGER)
 SIDES = ("orchestrator", "trainer")
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A run of `rl`, of `sft` or of a tenant. Each property reads the files anew: the run may be going on.
+    """A run of `rl`, of `sft` or of a tenant. Properties read the files at every access, as the run may be running.
 
-    `kept`: of how many steps metrics are kept in memory; None: of all.
+    `kept_steps`: the number of newest steps whose metrics are kept in memory (None: all).
     """
 
     directory: Path
-    kept: int | None = field(default=None, repr=False)
+    kept_steps: int | None = field(default=None, repr=False)
     _files: dict[Path, MetricsFile] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def exists(self) -> bool:
-        """Whether the directory has something that runs write."""
-        return any((self.directory / name).exists() for name in _WRITTEN)
+        """Whether the directory has a file or directory that a run writes."""
+        return any((self.directory / name).exists() for name in _RUN_ENTRIES)
 
     @property
     def config(self) -> dict[str, dict[str, Any]]:
         """The resolved settings of each process, as its TOML file has them."""
         tables = {}
         for path in sorted(self.directory.glob("configs/*.toml")):
-            with suppress(OSError, ValueError):  # half of one
+            with suppress(OSError, ValueError):  # it is being written
                 tables[path.stem] = tomllib.loads(path.read_text(encoding="utf-8"))
         return tables
 
@@ -57,11 +57,11 @@ class RunDirectory:
 
     @property
     def statuses(self) -> dict[str, ProcessStatus]:
-        """Each process's last word on what it does, or how it ended."""
+        """The last status that each process wrote: what it is doing, or how it ended."""
         return read_status(self.directory)
 
     def metrics(self, process: str = "trainer") -> pa.Table:
-        """Return the metrics of a process, one row a step; `sft` is a trainer. Raises UserError: it has logged none."""
+        """Return the metrics of a process, one row a step. Those of `sft` are named "trainer". Raises UserError: none."""
         if not (path := self._file(process).path).is_file():
             names = ", ".join(sorted(path.stem for path in path.parent.glob("*.jsonl"))) or "none yet"
             raise UserError(f"{self.directory} has no metrics of {process} (there: {names})")
@@ -69,35 +69,34 @@ class RunDirectory:
 
     @property
     def evals(self) -> pa.Table:
-        """The metrics of evaluations, a row for each version that was evaluated, whose number is `step`."""
-        rows = [row for process in ("orchestrator", "eval") for row in self.rows(process).values() if _evals(row)]
-        return _table([{key: row[key] for key in ("step", *_evals(row))} for row in rows])
+        """The metrics of evaluations, one row for each version that was evaluated; `step` is the version."""
+        rows = [row for process in ("orchestrator", "eval") for row in self.rows(process).values() if _eval_keys(row)]
+        return _table([{key: row[key] for key in ("step", *_eval_keys(row))} for row in rows])
 
     def read(self, *processes: str) -> list[tuple[str, Row]]:
-        """Take in what was added to the metrics of these processes since the last call; return it."""
+        """Read the metrics that these processes have logged since the last call; return them with their process."""
         return [(process, row) for process in processes for row in self._file(process).read()]
 
     def rows(self, process: str, read: bool = True) -> dict[int, Row]:
-        """Return the metrics of a process by step, in order; without `read` those that were taken in before."""
+        """Return the metrics of a process by step, in order. Without `read`, only those that were read before."""
         if read:
             self.read(process)
         return dict(sorted(self._file(process).rows.items()))
 
     def _file(self, process: str) -> MetricsFile:
         path = metrics_path(self.directory, process)
-        if process == "trainer" and (tuned := path.with_name("sft.jsonl")).exists():
-            path = tuned
-        return self._files.setdefault(path, MetricsFile(path, self.kept))
+        if process == "trainer" and (sft_path := path.with_name("sft.jsonl")).exists():
+            path = sft_path
+        return self._files.setdefault(path, MetricsFile(path, self.kept_steps))
 
     @property
     def last_step(self) -> int:
-        """The last step that was made; -1 before there is one. What evaluations of versions log is none."""
-        logged = (reversed(self.rows(process).items()) for process in SIDES)
-        return max(next((step for step, row in rows if is_of_step(row)), -1) for rows in logged)
+        """The last step with metrics other than those of evaluations; -1 before there is one."""
+        return max((step for side in SIDES for step, row in self.rows(side).items() if is_of_step(row)), default=-1)
 
     def shares(self, since: float = 0.0) -> Shares | None:
-        """Return where the time of the last steps went, of the metrics taken in; None before there are any.
-        `since`: unix seconds; steps before count for nothing."""
+        """Return where the time of the last steps went, by the metrics read before; None before there are any.
+        `since`: unix seconds; earlier steps are left out."""
         starts: set[int] = set()
         with suppress(CommitError):  # the trainer reports it
             starts.update(read_incarnations(self.directory).values())
@@ -111,23 +110,24 @@ class RunDirectory:
 
     @property
     def steps(self) -> list[int]:
-        """The steps whose samples are there."""
+        """The steps that have samples."""
         return list_steps(self.directory / "rollouts")
 
-    def absence(self, step: int) -> str:
-        """Say why there are no samples of a step."""
+    def missing_reason(self, step: int) -> str:
+        """Return why a step has no samples, as a message."""
         if not (steps := self.steps):
             return "no samples are kept here: none are committed yet, or all were removed"
-        why = "is not committed yet" if step > steps[-1] else "was removed"
-        return f"step {step} {why}: samples are kept of {len(steps)} steps, {steps[0]} to {steps[-1]}"
+        if step < 0 or step > steps[-1]:
+            return f"step {step} has no samples: the last committed step is {steps[-1]}"
+        return f"step {step} was removed: samples are kept of {len(steps)} steps, {steps[0]} to {steps[-1]}"
 
     def samples(self, step: int | None = None) -> pa.Table:
-        """Return the samples of a step (None: the newest), one a row, with the columns of docs/reference/files.md; once
-        the step is trained, `log_ratios` and `entropies`, too. Raises UserError: there are none, or no more."""
+        """Return the samples of a step (None: the newest), one a row, with the columns of docs/reference/files.md.
+        `log_ratios` and `entropies` are null until the trainer has written them. Raises UserError: it has none."""
         steps = self.steps
         step = steps[-1] if step is None and steps else step or 0
         if step not in steps:
-            raise UserError(f"{self.directory}: {self.absence(step)}")
+            raise UserError(f"{self.directory}: {self.missing_reason(step)}")
         with user_errors(f"samples of step {step}", CommitError, OSError):
             path = open_batch(step_dir(self.directory / "rollouts", step)).directory / FILE
             with pa.OSFile(str(path)) as file:
@@ -139,13 +139,17 @@ class RunDirectory:
 
     @property
     def weights(self) -> Path:
-        """The newest version with files: a directory of a model, or of an adapter; before there is one, the base
-        model's. Raises UserError: there is none."""
+        """The directory of the newest version that has files: a model or an adapter; of version 0, the base model.
+        Raises UserError: there is none, or a version that is newer than those with files is damaged."""
         for version in reversed(list_steps(self.directory / "weights")):
-            with suppress(CommitError):  # removed meanwhile
-                manifest = weights_manifest(step_dir(self.directory / "weights", version))
-                if manifest.publisher is None:  # else in the trainer's memory alone
-                    return manifest.files
+            try:
+                manifest = weights_manifest(path := step_dir(self.directory / "weights", version))
+            except CommitError:
+                if path.exists():
+                    raise
+                continue  # it was removed after it was listed
+            if manifest.publisher is None:  # else it is only in the trainer's memory
+                return manifest.files
         tenants = ", ".join(str(path) for path in sorted(self.directory.glob("tenants/*")))
         raise UserError(
             f"{self.directory} has no weights{f'; those of its tenants are in {tenants}' if tenants else ''}"
@@ -153,29 +157,29 @@ class RunDirectory:
 
 
 def open_run(directory: str | Path) -> RunDirectory:
-    """Return the run in a directory. Raises UserError: there is none; it names those nearby."""
+    """Return the run in a directory. Raises UserError: there is none; the message names runs nearby."""
     if (run := RunDirectory(Path(directory))).exists:
         return run
     path = run.directory
     what = f"{path} holds no run" if path.exists() else f"there is no directory {path}"
     roots = (path, next(parent for parent in path.absolute().parents if parent.is_dir()), Path())
-    near = {one for root in roots for depth in ("*", "*/*") for one in root.glob(depth)}
-    by_name = {one.name: str(one) for one in sorted(near) if RunDirectory(one).exists}
+    near = {candidate for root in roots for depth in ("*", "*/*") for candidate in root.glob(depth)}
+    by_name = {candidate.name: str(candidate) for candidate in sorted(near) if RunDirectory(candidate).exists}
     close = difflib.get_close_matches(path.name, by_name, n=3, cutoff=0.3) or sorted(by_name)[:3]
     names = ", ".join(by_name[name] for name in close)
     raise UserError(f"{what}: give the output directory of a run" + (f"; near it: {names}" if names else ""))
 
 
 def is_of_step(row: Row) -> bool:
-    """Return whether a row has more than what evaluations of a version log."""
-    return bool(row.keys() - {"step", "time", *_evals(row)})
+    """Return whether a row has metrics other than those of evaluations."""
+    return any(key not in ("step", "time") and not key.startswith("eval/") for key in row)
 
 
-def _evals(row: Row) -> list[str]:
+def _eval_keys(row: Row) -> list[str]:
     return [key for key in row if key.startswith("eval/")]
 
 
 def _table(rows: Sequence[Mapping[str, float]]) -> pa.Table:
-    """Return a column for every key that a row has, null where others have it not; `step` is the first."""
+    """Return a table with a column for every key of any row, null in rows without it; `step` comes first."""
     keys = dict.fromkeys(["step", *(key for row in rows for key in row)])
     return pa.table({key: [row.get(key) for row in rows] for key in keys})

@@ -1,8 +1,8 @@
-"""What the trainer computed of each sampled token, to be looked at: `token_stats/step_n`, one Arrow IPC file a rank.
+"""Statistics of sampled tokens, from the trainer: `token_stats/step_n` has one Arrow IPC file a rank, one row a sample.
 
-A row is a sample, its lists have one entry for each token of the loss mask, never for its first token. Nothing depends
-on these files: one may be missing, and a step that is trained again replaces its own. They hold the policy's log ratio
-to the sampler, not its log-probability: near 0 half precision keeps what differs between the two.
+Lists have one entry per token with `loss_mask` set, except the sample's first token, which has no prediction. Nothing
+depends on these files: one may be missing, and a step that is trained again replaces its own. They hold log ratios of
+the policy to the sampler and not log-probabilities, as half precision is finest near 0.
 """
 
 from collections.abc import Sequence
@@ -36,13 +36,15 @@ def write_token_stats(
     write_atomically(path, sink.getvalue().to_pybytes())
 
 
-def read_token_stats(run: Path, step: int, sample_ids: pa.Array) -> pa.Table:
-    """Return the rows of these samples, in this order, with nulls for those that are not there."""
+def read_token_stats(run: Path, step: int, sample_ids: pa.Array | pa.ChunkedArray | Sequence[str]) -> pa.Table:
+    """Return a row for each of `sample_ids`, in this order: `sample_id`, `log_ratios` and `entropies` (lists of half
+    precision, in nats). All three are null for a sample that no file has."""
     tables = [_SCHEMA.empty_table()]
     paths = step_dir(run / "token_stats", step).glob("rank_*.arrow")
-    # An earlier incarnation may have had more ranks: the first row of a sample is the newest.
+    # In order of rank. Only ranks above the current count can be left over from an earlier incarnation, so the first
+    # match is current.
     for path in sorted(paths, key=lambda path: (len(path.name), path.name)):
-        with suppress(OSError, pa.ArrowInvalid), pa.OSFile(str(path)) as file:  # damaged: as if missing
+        with suppress(OSError, pa.ArrowInvalid), pa.OSFile(str(path)) as file:  # a damaged file counts as missing
             tables.append(pa.ipc.open_file(file).read_all())
     table = pa.concat_tables(tables)
     return table.take(pc.index_in(sample_ids, table["sample_id"]))
