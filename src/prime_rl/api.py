@@ -1,7 +1,5 @@
-"""The Python API: make a run, read one while it goes on or later, serve its weights, ask and evaluate them.
-
-It works in scripts and in notebooks. What the user can mend raises a UserError.
-"""
+"""The Python API, for scripts and notebooks: start a run, read its directory, serve and evaluate its weights.
+Errors that the user can fix raise UserError."""
 
 import json
 import os
@@ -43,8 +41,8 @@ class Server:
     api_key: str = field(default="none", repr=False)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> Iterator[str]:
-        """Yield the reply to a conversation in pieces, as it is sampled. `parameters`: of the request (`max_tokens=…`).
-        Raises UserError: the server refuses, or does not answer."""
+        """Yield the reply in pieces of text, as it is sampled. `messages`: the conversation, as dicts with `role` and
+        `content`. `parameters`: of the request (`max_tokens=…`). Raises UserError: it is rejected or not answered."""
         body = {"model": self.model, "messages": messages, "stream": True, **parameters}
         with self._post(f"{self.base_url}/chat/completions", body) as response:
             for line in response.iter_lines():
@@ -67,12 +65,8 @@ class Server:
 
 def run(config: RLConfig) -> RunDirectory:
     """Run `rl` to the end and print its progress. In the main thread, the first Ctrl-C finishes and saves the current
-    step. With `slurm` or `dry_run`, return at once.
-
-    Raises:
-        UserError: it cannot work, which is found before anything starts, or it has failed.
-        KeyboardInterrupt: it was interrupted.
-    """
+    step. With `slurm` or `dry_run`, return at once. Raises UserError: it cannot work, which is found before anything
+    starts, or it has failed. Raises KeyboardInterrupt: it was interrupted."""
     config = as_benchmark(config) if config.bench else config
     with user_errors(f"{config.output_dir}", CommitError):
         status = launch.run(config)
@@ -87,14 +81,17 @@ def run(config: RLConfig) -> RunDirectory:
 def serve(weights: RunDirectory | str | Path, **settings: Any) -> Iterator[Server]:
     """Serve the newest weights of a run, or those in a directory, in a `with` block.
 
-    A run that is going on has a server, which is used. Otherwise one is started, with the settings of the run's and
-    those of `inference` in `settings` (`max_model_len=…`), and ends with the block.
-    Raises UserError: there are no weights, or the server does not start, or that of the run refuses or does not answer.
+    If the run is running and its server serves them, that server is used. Otherwise a new one is started, with the
+    settings of the run and `settings` of `inference` (`max_model_len=…`); it ends with the block.
+    Raises UserError: there are no weights, a new server does not start, the run's server does not answer or rejects the
+    key, or `settings` are given and the run's server is used.
     """
     model = (weights.directory if isinstance(weights, RunDirectory) else Path(weights)).resolve()
     directory = model.parent.parent  # a version is RUN/weights/step_N
     if not any((model / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         if (running := _server_of(open_run(model))) is not None:
+            if settings:
+                raise UserError(f"{running.base_url}, the run's server, is used: leave out {', '.join(settings)}")
             yield running
             return
         directory, model = model, RunDirectory(model).weights
@@ -114,16 +111,13 @@ def evaluate(
     server: Server, environments: Sequence[str | Mapping[str, Any]], **settings: Any
 ) -> dict[str, dict[str, float]]:
     """Evaluate what a server serves, as `eval` does. Return the metrics (`avg@1`, …) of each environment.
+    Raises UserError: an environment cannot be loaded, or too many attempts failed. Raises KeyboardInterrupt.
 
     Args:
         environments: Ids, or tables with settings (`{"id": …, "args": …}`).
         settings: Of `eval` (`num_examples=…`); results are kept where `output_dir` is among them.
-
-    Raises:
-        UserError: an environment cannot be loaded, or too many attempts failed.
-        KeyboardInterrupt: it was interrupted.
     """
-    tables = [{"id": one} if isinstance(one, str) else one for one in environments]
+    tables = [{"id": entry} if isinstance(entry, str) else entry for entry in environments]
     with TemporaryDirectory(prefix="prime-rl-") as temporary:
         values = {"environments": tables, "output_dir": temporary, "model.name": server.model} | settings
         config = from_files(EvalConfig, **{"client.base_url": server.base_url} | values)
@@ -139,8 +133,7 @@ def evaluate(
 
 
 def _inference_config(model: Path, run: Path, output_dir: Path, settings: Mapping[str, Any]) -> InferenceConfig:
-    """Return the settings of a server of a model, or of an adapter and its base model, as in the run or the deployment
-    that it is of."""
+    """Return the settings to serve a model, or an adapter and its base model, as in its run or deployment."""
     paths = [directory / "configs" / f"{SERVER}.toml" for directory in (run, run.parent.parent)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -157,13 +150,14 @@ def _inference_config(model: Path, run: Path, output_dir: Path, settings: Mappin
 
 
 def _server_of(run: RunDirectory) -> Server | None:
-    """Return the server of a run that is going on; None where there is none, or it serves other weights.
-    Raises UserError: the run has one, which refuses the key or does not answer."""
+    """Return the server of a run that is running; None if it has none, or that serves other weights.
+    Raises UserError: the key cannot be read, or the server rejects it or does not answer."""
     path, own_key = run.directory / "configs" / "orchestrator.toml", run.directory / "key"
     if not path.is_file() or not any(name.startswith((SERVER, "orchestrator")) for name in run.running):
         return None
     config = from_files(OrchestratorConfig, path)
-    key = os.environ.get(config.client.api_key_var) or (own_key.read_text() if own_key.is_file() else "none")
+    with user_errors("the key of the run cannot be read", OSError):
+        key = os.environ.get(config.client.api_key_var) or (own_key.read_text() if own_key.is_file() else "none")
     root = config.client.api_roots[0]
     headers = {"Authorization": f"Bearer {key}"}
     try:

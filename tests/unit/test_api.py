@@ -104,6 +104,17 @@ def test_no_second_server_beside_that_of_a_run(
         pass
 
 
+def test_settings_are_not_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: the run's own server takes no settings: they are refused, by name."""
+    (tmp_path / "configs").mkdir()
+    monkeypatch.setattr(api, "_server_of", lambda run: Server("http://localhost:1/v1", "m"))
+    with serve(open_run(tmp_path)) as server:
+        assert server.model == "m"
+    with pytest.raises(UserError, match="the run's server, is used: leave out max_model_len"):
+        with serve(open_run(tmp_path), max_model_len=256):
+            pass
+
+
 def commit_samples(directory: Path, step: int, rewards: list[float]) -> None:
     tokens = {"input_ids": [1, 2], "loss_mask": [False, True], "logprobs": [0.0, -1.0], "advantages": [0.0, 1.0]}
     rows = [Sample(f"{step}.{n}", "g", "t", "e", [step], **tokens, temperature=1.0, reward=reward)
@@ -150,15 +161,18 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path, place: str) -> None:
     assert [[*row.values()] for row in trained.to_pylist()] == [["1.0", None, None], ["1.1", [0.25], [2.0]]]
     with pytest.raises(UserError, match="step 0 was removed: samples are kept of 2 steps, 1 to 2"):
         opened.samples(step=0)
+    for step in (-1, 3):
+        with pytest.raises(UserError, match=f"step {step} has no samples: the last committed step is 2"):
+            opened.samples(step=step)
     file = directory / "rollouts" / "step_1" / "samples.arrow"
     file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(UserError, match="samples of step 1: .*bytes, the manifest says"):
+    with pytest.raises(UserError, match=r"step_1/samples\.arrow has \d+ bytes, the manifest says"):
         opened.samples(step=1)
 
 
 def test_weights_are_the_newest_with_files(tmp_path: Path, tiny_model: Path) -> None:
-    """Contract: a version in the trainer's memory alone is passed over; the base model stands for version 0; of a
-    deployment the tenants are named."""
+    """Contract: a version in the trainer's memory alone is passed over, a damaged one is not; the base model stands for
+    version 0; of a deployment the tenants are named."""
     root = tmp_path / "weights"
     (tmp_path / "tenants" / "alice").mkdir(parents=True)
     with pytest.raises(UserError, match="holds no run"):
@@ -173,6 +187,9 @@ def test_weights_are_the_newest_with_files(tmp_path: Path, tiny_model: Path) -> 
     with stage(step_dir(root, 2), step=2, producer="trainer", extra=extra):
         pass
     assert open_run(tmp_path).weights == written
+    (root / "step_2" / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"step_2/manifest\.json cannot be read"):
+        _ = open_run(tmp_path).weights
 
 
 def test_a_server_is_as_the_one_of_the_run(tmp_path: Path) -> None:

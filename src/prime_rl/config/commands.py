@@ -20,7 +20,7 @@ class StarterConfig(BaseConfig):
 
 
 class ViewConfig(BaseConfig):
-    """Show runs on a web page, alive or dead, from their files: `rl view RUN [RUN…]`; without RUN, `output_dir`"""
+    """Show runs on a web page, running or finished, from their files: `rl view RUN [RUN…]` (default: `output_dir`)"""
 
     runs: list[Path] = option(list, "Run directories; a deployment's tenants are shown, too (also without --runs).")
     host: str = option("127.0.0.1", "Address to listen on. Any but loopback asks for a token, which is printed.")

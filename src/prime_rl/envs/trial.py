@@ -1,8 +1,8 @@
 """Dry-run up to three tasks (first, middle, last) to find environments that cannot work, before a server is up.
 
-The trial uses canned replies. It runs in a forked process and reports an error only if every reply to every task raises the same one, and
-`_is_certain` finds that it cannot depend on the reply. It gives up and reports nothing if an episode succeeds, if it
-would open a connection, start a program or write a file, or after `SECONDS`.
+The trial uses canned replies. It runs in a forked process and reports an error only if every reply to every task raises
+the same one, and `_is_certain` finds that it cannot depend on the reply. It gives up and reports nothing if an episode
+succeeds, if it would open a connection, start a program or write a file, or after `SECONDS`.
 """
 
 import ast
@@ -42,8 +42,7 @@ async def find_fault(env: Any, setup: Setup) -> str:
         return ""
     reading, writing = os.pipe()
     with open(reading, encoding="utf-8", errors="replace") as pipe, suppress(OSError, Warning, WaitTimeout):
-        # Warning: `fork` warns in a process with threads, and `-W error` makes that an exception.
-        if not (pid := os.fork()):
+        if not (pid := os.fork()):  # it warns in a process with threads, which `-W error` makes an exception
             try:
                 _isolate(writing)
                 asyncio.run(_try(env, setup, writing))
@@ -71,7 +70,7 @@ def _isolate(pipe: int) -> None:
 
 
 def _exit_on_side_effect(event: str, arguments: tuple[Any, ...]) -> None:
-    """End this process before Python connects, starts a program or changes a file. C libraries raise no audit events."""
+    """End this process before Python connects, starts a program or changes a file. C libraries raise no events."""
     writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
     if writes or (event.startswith(_EFFECT_EVENTS) and event not in _ALLOWED_EVENTS):
         os._exit(0)
@@ -95,8 +94,7 @@ async def _try(env: Any, setup: Setup, pipe: int) -> None:
 
     async def generate(*_: Any, **__: Any) -> dict[str, Any]:
         nonlocal turns
-        turns += 1
-        if turns > 20:
+        if (turns := turns + 1) > 20:
             os._exit(0)
         return {
             "prompt_ids": [0], "prompt_attribution": RenderedTokens(token_ids=[0], message_indices=[-1]),
@@ -108,8 +106,7 @@ async def _try(env: Any, setup: Setup, pipe: int) -> None:
     env.engine = SimpleNamespace(branched=True, model=setup.model, renderer=renderer, generate=generate)
     async with env:
         for index in {0, len(env.task_ids) // 2, len(env.task_ids) - 1}:
-            task = env.tasks[index]
-            data = task if isinstance(task, dict) else dict(task.data)
+            data = task if isinstance(task := env.tasks[index], dict) else dict(task.data)
             before = repr(data)
             answer = str(data.get("answer", _PLAIN_REPLY))
             for reply in (answer, _TAGGED_REPLY.format(answer), _PLAIN_REPLY, ""):
@@ -156,9 +153,7 @@ def _is_certain(error: BaseException, turns: int, task: str) -> bool:
         return False
     source, first = inspect.getsourcelines(last.f_code)
     function: Any = ast.parse(textwrap.dedent("".join(source))).body[0]
-    before = [statement for statement in function.body if first + statement.end_lineno <= line]
-    last_statement = function.body[len(before)]
-    if not all(isinstance(statement, _STRAIGHT_LINE_NODES) for statement in before):
-        return False
-    constant = not any(isinstance(node, ast.Name) for node in ast.walk(last_statement))
-    return isinstance(last_statement, ast.Raise) or (isinstance(last_statement, ast.Return) and constant)
+    before = [node for node in function.body if first + node.end_lineno <= line]
+    faulty, straight = function.body[len(before)], all(isinstance(node, _STRAIGHT_LINE_NODES) for node in before)
+    constant = isinstance(faulty, ast.Return) and not any(isinstance(node, ast.Name) for node in ast.walk(faulty))
+    return straight and (isinstance(faulty, ast.Raise) or constant)

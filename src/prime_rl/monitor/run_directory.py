@@ -28,9 +28,7 @@ SIDES = ("orchestrator", "trainer")
 @dataclass(frozen=True)
 class RunDirectory:
     """A run of `rl`, of `sft` or of a tenant. Properties read the files at every access, as the run may be running.
-
-    `kept_steps`: the number of newest steps whose metrics are kept in memory (None: all).
-    """
+    `kept_steps`: the number of newest steps whose metrics are kept in memory (None: all)."""
 
     directory: Path
     kept_steps: int | None = field(default=None, repr=False)
@@ -61,7 +59,7 @@ class RunDirectory:
         return read_status(self.directory)
 
     def metrics(self, process: str = "trainer") -> pa.Table:
-        """Return the metrics of a process, one row a step. Those of `sft` are named "trainer". Raises UserError: none."""
+        """Return the metrics of a process, one row a step; "trainer" includes `sft`. Raises UserError: it has none."""
         if not (path := self._file(process).path).is_file():
             names = ", ".join(sorted(path.stem for path in path.parent.glob("*.jsonl"))) or "none yet"
             raise UserError(f"{self.directory} has no metrics of {process} (there: {names})")
@@ -95,8 +93,7 @@ class RunDirectory:
         return max((step for side in SIDES for step, row in self.rows(side).items() if is_of_step(row)), default=-1)
 
     def shares(self, since: float = 0.0) -> Shares | None:
-        """Return where the time of the last steps went, by the metrics read before; None before there are any.
-        `since`: unix seconds; earlier steps are left out."""
+        """Return where the time of the last steps after `since` (unix time) went, by the metrics read; None: none."""
         starts: set[int] = set()
         with suppress(CommitError):  # the trainer reports it
             starts.update(read_incarnations(self.directory).values())
@@ -128,7 +125,7 @@ class RunDirectory:
         step = steps[-1] if step is None and steps else step or 0
         if step not in steps:
             raise UserError(f"{self.directory}: {self.missing_reason(step)}")
-        with user_errors(f"samples of step {step}", CommitError, OSError):
+        with user_errors(f"samples of step {step}", OSError):
             path = open_batch(step_dir(self.directory / "rollouts", step)).directory / FILE
             with pa.OSFile(str(path)) as file:
                 table = pa.ipc.open_file(file).read_all()
@@ -140,7 +137,7 @@ class RunDirectory:
     @property
     def weights(self) -> Path:
         """The directory of the newest version that has files: a model or an adapter; of version 0, the base model.
-        Raises UserError: there is none, or a version that is newer than those with files is damaged."""
+        Raises UserError: there is none, or the manifest of a newer version is damaged."""
         for version in reversed(list_steps(self.directory / "weights")):
             try:
                 manifest = weights_manifest(path := step_dir(self.directory / "weights", version))
@@ -151,9 +148,8 @@ class RunDirectory:
             if manifest.publisher is None:  # else it is only in the trainer's memory
                 return manifest.files
         tenants = ", ".join(str(path) for path in sorted(self.directory.glob("tenants/*")))
-        raise UserError(
-            f"{self.directory} has no weights{f'; those of its tenants are in {tenants}' if tenants else ''}"
-        )
+        hint = f"; those of its tenants are in {tenants}" if tenants else ""
+        raise UserError(f"{self.directory} has no weights{hint}")
 
 
 def open_run(directory: str | Path) -> RunDirectory:

@@ -1,9 +1,7 @@
 """Statistics of sampled tokens, from the trainer: `token_stats/step_n` has one Arrow IPC file a rank, one row a sample.
-
 Lists have one entry per token with `loss_mask` set, except the sample's first token, which has no prediction. Nothing
 depends on these files: one may be missing, and a step that is trained again replaces its own. They hold log ratios of
-the policy to the sampler and not log-probabilities, as half precision is finest near 0.
-"""
+the policy to the sampler and not log-probabilities, as half precision is finest near 0."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,8 +22,8 @@ _SCHEMA = pa.schema([("sample_id", pa.string()), *((name, pa.list_(pa.float16())
 def write_token_stats(
     run: Path, step: int, rank: int, sample_ids: Sequence[str], tokens: Sequence[int], values: npt.NDArray[Any]
 ) -> None:
-    """Commit the samples of a rank, of so many `tokens` each; `values` [stats, all tokens]. Raises UserError or OSError
-    if they cannot be written."""
+    """Commit the statistics of a rank's samples, of `tokens` tokens each; `values` [len(STATS), sum(tokens)].
+    Raises UserError or OSError if they cannot be written."""
     path = step_dir(run / "token_stats", step) / f"rank_{rank}.arrow"
     offsets = pa.array(np.cumsum([0, *tokens]), pa.int32())
     lists = [pa.ListArray.from_arrays(offsets, pa.array(row.astype(np.float16))) for row in values]
@@ -41,8 +39,7 @@ def read_token_stats(run: Path, step: int, sample_ids: pa.Array | pa.ChunkedArra
     precision, in nats). All three are null for a sample that no file has."""
     tables = [_SCHEMA.empty_table()]
     paths = step_dir(run / "token_stats", step).glob("rank_*.arrow")
-    # In order of rank. Only ranks above the current count can be left over from an earlier incarnation, so the first
-    # match is current.
+    # Only ranks above the current count can be left over from an earlier incarnation: the first match is current
     for path in sorted(paths, key=lambda path: (len(path.name), path.name)):
         with suppress(OSError, pa.ArrowInvalid), pa.OSFile(str(path)) as file:  # a damaged file counts as missing
             tables.append(pa.ipc.open_file(file).read_all())

@@ -1,1 +1,1 @@
-"""`rl view`: a local web page of runs, dead or alive, from their files alone. Nothing here writes to a run."""
+"""`rl view`: a local web page of runs, running or finished, from their files alone. Nothing here writes to a run."""

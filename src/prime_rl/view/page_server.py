@@ -1,4 +1,4 @@
-"""The page: served on a port of this host, or written into one file."""
+"""Serve the page on a port of this host, or write it into one file."""
 
 import json
 import secrets
@@ -26,12 +26,12 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-_FILE_STEPS, _FILE_ROWS = 3, 8  # steps, and samples of each, in an exported page
+_EXPORT_STEPS, _EXPORT_SAMPLES = 3, 8  # samples of each step
 
 
 def view(paths: Sequence[Path], host: str, port: int | None, export: Path | None) -> None:
     """Serve the page of the runs at `paths` until interrupted, or write it into the file `export`.
-    Raises UserError: one of them is no run, the port is taken, or the file cannot be written."""
+    Raises UserError: a path is no run, the port is taken, or the file cannot be written."""
     runs = find_runs(paths)
     if export is not None:
         with user_errors(f"cannot write {export}", OSError):
@@ -47,18 +47,18 @@ def view(paths: Sequence[Path], host: str, port: int | None, export: Path | None
 def listen(host: str, port: int | None) -> socket.socket:
     """Listen on `port`, or on the first free one of `PORTS`. Raises UserError: it is taken, or not of this host."""
     reason = ""
-    for one in PORTS if port is None else [port]:
+    for number in PORTS if port is None else [port]:
         try:
-            return socket.create_server((host, one), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            return socket.create_server((host, number), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
-            reason = str(error.strerror).partition(" (while")[0]
+            reason = str(error.strerror).partition(" (while")[0]  # Python adds "(while attempting to bind …)"
     ports = f"port {port}" if port is not None else f"ports {PORTS[0]} to {PORTS[-1]}"
     raise UserError(f"cannot listen on {ports} of {host} ({reason}): give another --port or --host")
 
 
 def page_app(paths: Sequence[Path], token: str = "") -> FastAPI:
-    """Make the app. With a `token` it answers only who has it, first as `?token=…`, then as a cookie. Without one it
-    answers only what is addressed to this host, so that no other site's page can read the runs in a browser."""
+    """Make the app. With a `token`, requests without the token get 403; it comes as `?token=…`, later as a cookie.
+    Without one, requests must name this host, so that pages of other sites cannot read the runs in a browser."""
     app, runs = FastAPI(openapi_url=None), dict[Path, RunFiles]()
 
     @app.middleware("http")
@@ -97,14 +97,13 @@ def page_app(paths: Sequence[Path], token: str = "") -> FastAPI:
 
 
 def write_page(runs: dict[Path, str], path: Path) -> int:
-    """Write the page with the data of the runs into one file and return its size. Of rollouts it has some samples of
-    the first, the middle and the last step that are kept. The keys are those of `fromFile` in view.js.
-    Raises UserError: `path` exists and is no such page."""
+    """Write the page with the data of the runs into one file and return its size. It has a few samples of the first,
+    middle and last step. Keys are those of `fromFile` in view.js. Raises UserError: `path` exists and is no page."""
     if path.exists() and not (path.is_file() and _is_page(path)):
         raise UserError(f"{path} exists and is no page of runs: give another --export")
-    every = [RunFiles(*run) for run in runs.items()]
-    answers: dict[str, Any] = {"runs": [answer(run, "summary", {}) for run in every]}
-    for number, run in enumerate(every):
+    run_files = [RunFiles(*run) for run in runs.items()]
+    answers: dict[str, Any] = {"runs": [answer(run, "summary", {}) for run in run_files]}
+    for number, run in enumerate(run_files):
 
         def add(query: str, number: int = number, run: RunFiles = run, **params: int) -> Any:
             key = "&".join([query, f"run={number}", *(f"{name}={value}" for name, value in params.items())])
@@ -119,10 +118,9 @@ def write_page(runs: dict[Path, str], path: Path) -> int:
         keys = "|".join(answers["runs"][number]["keys"])
         answers[f"series&run={number}"] = answer(run, "series", {"keys": keys})
         known = add("steps")
-        steps, last = known.get("steps", []), _FILE_STEPS - 1
-        known["steps"] = sorted({steps[place * (len(steps) - 1) // last] for place in range(_FILE_STEPS) if steps})
+        known["steps"] = _evenly(known.get("steps", []), _EXPORT_STEPS)
         for page, step in [(add("samples", step=step), step) for step in known["steps"]]:
-            page["rows"] = page.get("rows", [])[:: -(-len(page.get("rows", [])) // _FILE_ROWS) or 1]
+            page["rows"] = _evenly(page.get("rows", []), _EXPORT_SAMPLES)
             page["total"] = len(page["rows"])
             for row in page["rows"]:
                 add("sample", row=row["row"], step=step)
@@ -134,6 +132,11 @@ def write_page(runs: dict[Path, str], path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, html.encode())
     return len(html.encode())
+
+
+def _evenly(items: Sequence[Any], count: int) -> list[Any]:
+    """Return at most `count` items: the first, the last and some evenly between."""
+    return [items[index] for index in sorted({n * (len(items) - 1) // (count - 1) for n in range(count) if items})]
 
 
 def _is_page(path: Path) -> bool:

@@ -4,7 +4,7 @@ import json
 import re
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -24,12 +24,9 @@ from prime_rl.orchestrator.ledger import open_copy
 from prime_rl.transport.commit import CommitError, list_steps, step_dir
 from prime_rl.transport.incarnations import read_incarnations
 from prime_rl.transport.settings import LEDGER
-from prime_rl.view.reading import PAGE, ROUNDING, Decoder, StepSamples, find_decoder
+from prime_rl.view.step_samples import PAGE, ROUNDING, Decoder, StepSamples, find_decoder
 
 PROCESSES = ("trainer", "orchestrator", "inference", "eval")
-QUERIES = (
-    "summary", "series", "steps", "samples", "sample", "events", "ledger", "episodes", "evals", "config",
-)  # fmt: skip
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (WARNING|ERROR|CRITICAL) +(.*)")
 _MOST_EVENTS, _MOST_POINTS = 300, 5000
 _OUTCOME = "coalesce(CASE WHEN reason = 'filtered' AND detail <> '' THEN 'filtered: ' || detail END, reason, e.state)"
@@ -42,15 +39,15 @@ Params = Mapping[str, str]  # the parameters of a request
 
 
 class RunFiles:
-    """One run directory. Methods raise UserError, or an exception that `answer` converts."""
+    """A run directory, with a method for each query. They raise UserError or what `answer` converts to one."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name, self.run = path, name, RunDirectory(path)
-        self._audit = 0.0, ""  # the last one, and the state of the files that it read
+        self._audit = 0.0, ""  # the stamp of the files that were read, and the text of the audit
         self.lock = threading.Lock()  # bounded: held while one answer is made from files
 
     def summary(self, params: Params) -> dict[str, Any]:
-        """Return what the page asks for every few seconds. `pulse` changes when the run's files do."""
+        """Return what the page polls: the run's state, last step, keys of curves. `pulse` changes when its files do."""
         state, sentence, text = doctor.report(self.run)
         files = ("rollouts", "token_stats", "metrics/*.jsonl", LEDGER, f"evals/{REPORT}")
         keys = {process: set[str]().union(*self.run.rows(process).values()) - {"step"} for process in PROCESSES}
@@ -66,7 +63,7 @@ class RunFiles:
         }
 
     def series(self, params: Params) -> dict[str, Any]:
-        """Return the curves of `keys`, each `process:metric`, with "|" between them."""
+        """Return the curves of `keys`: `process:metric`, separated by "|"."""
         points = min(max(_number(params, "points", 600), 10), _MOST_POINTS)
         low, high = (float(params.get(name) or sign * 1e18) for name, sign in (("low", -1), ("high", 1)))
         rows = {process: self.run.rows(process) for process in PROCESSES}
@@ -74,9 +71,9 @@ class RunFiles:
         return {f"{name}:{key}": curve(rows[name], key, points, low, high) for name, _, key in keys if name in rows}
 
     def steps(self, params: Params) -> dict[str, Any]:
-        """Return which steps have samples."""
+        """Return the steps that have samples, and a note to show where there are none."""
         steps = self.run.steps
-        return {"steps": steps, "note": self.run.absence(steps[-1] + 1 if steps else 0)}
+        return {"steps": steps, "note": self.run.missing_reason(steps[-1] + 1 if steps else 0)}
 
     def samples(self, params: Params) -> dict[str, Any]:
         """Return a page of the samples of `step`, from `offset` on; see `StepSamples.rows`."""
@@ -84,8 +81,8 @@ class RunFiles:
         rows, offset = batch.rows(params, decoder), max(_number(params, "offset"), 0)
         return {
             "total": len(rows),
-            "of": len(batch["env"]),
-            "envs": sorted({*batch["env"]}),
+            "of": len(batch.columns["env"]),
+            "envs": sorted({*batch.columns["env"]}),
             "rows": batch.lines(rows[offset : offset + PAGE], decoder),
             "size": PAGE,
         }
@@ -94,13 +91,13 @@ class RunFiles:
         """Return the sample at `row` of `step`, or the first one of the episode `id`."""
         batch, row = StepSamples(self.path, _number(params, "step")), _number(params, "row")
         if name := params.get("id"):
-            row = next((row for row, one in enumerate(batch["sample_id"]) if one.startswith(f"{name}.")), -1)
+            row = next((row for row, key in enumerate(batch.columns["sample_id"]) if key.startswith(f"{name}.")), -1)
             if row < 0:
                 raise UserError(f"step {params.get('step')} has no sample of episode {name}: nothing of it is trained")
         return batch.sample(row, self._decoder())
 
     def events(self, params: Params) -> list[dict[str, Any]]:
-        """Return starts, ends, checkpoints, and warnings and errors at the ends of the logs: the newest, by time."""
+        """Return the newest events by time: starts, ends, checkpoints, warnings and errors at the ends of the logs."""
         rows = sorted(self._events(), key=lambda row: float(row[0]))[-_MOST_EVENTS:]
         return [dict(zip(("time", "process", "kind", "text"), row, strict=True)) for row in rows]
 
@@ -130,14 +127,14 @@ class RunFiles:
 
     def ledger(self, params: Params) -> str:
         """Return what `rl audit` says."""
-        state = _stamp(self.path / LEDGER) + _stamp(self.path / "weights")
-        if self._audit[0] != state:
-            self._audit = state, audit_text(self.path)
+        stamp = _stamp(self.path / LEDGER) + _stamp(self.path / "weights")
+        if self._audit[0] != stamp:
+            self._audit = stamp, audit_text(self.path)
         return self._audit[1]
 
     def episodes(self, params: Params) -> dict[str, Any]:
-        """Return a page of episodes, newest first, that fit `params`: env, outcome (a state, or why it was dropped),
-        step, low and high (of the reward), offset."""
+        """Return a page of the episodes that match `params`, newest first: by env, outcome (state or reason of the
+        drop), step, low and high (of the reward), offset."""
         chosen = {name: params[name] for name in _TERMS if params.get(name)}
         terms = " AND ".join(["1", *(_TERMS[name] for name in chosen)])
         values = [value if name in ("env", "outcome") else float(value) for name, value in chosen.items()]
@@ -168,7 +165,7 @@ class RunFiles:
 
 
 def _stamp(path: Path) -> float:
-    """Return a number that changes when a file or the list of a directory does."""
+    """Return a number that changes when a file or the entries of a directory do; 0 where there is none."""
     return (stat := path.stat()).st_size + stat.st_mtime if path.exists() else 0.0
 
 
@@ -177,9 +174,9 @@ def _number(params: Params, name: str, default: int = 0) -> int:
 
 
 def curve(rows: Mapping[int, Row], key: str, points: int, low: float, high: float) -> dict[str, Any]:
-    """Return at most `points` points of steps `low` to `high`, of rows in order: `step` and `value`. A time that a step
-    did not log is 0. Where there are more steps than points, several share one, alike for all keys: `value` is their
-    mean, `min` and `max` are theirs, so that no spike is lost."""
+    """Return lists `step` and `value` of at most `points` points of steps `low` to `high`; `rows` are in order. A time
+    that a step did not log counts as 0. Where there are more steps than points, steps share buckets, the same for every
+    key. A bucket is one point, at its first step, with the mean as `value`, and `min` and `max`."""
     timed = "time/step" if key.startswith("time/") else key
     steps = np.array([step for step, row in rows.items() if timed in row and low <= step <= high], dtype=int)
     values = np.array([rows[step].get(key, 0.0) for step in steps.tolist()], dtype=float)
@@ -197,32 +194,36 @@ def curve(rows: Mapping[int, Row], key: str, points: int, low: float, high: floa
 
 
 def _short(values: npt.NDArray[np.float64]) -> list[float]:
-    """Return numbers with the digits that a screen can show; times (unix seconds) need more."""
+    """Round to six digits, which a screen can show; unix times need fourteen."""
     return [float(f"{value:.14g}" if value > 1e9 else f"{value:.6g}") for value in values.tolist()]
 
 
+_QUERIES: dict[str, Callable[[RunFiles, Params], Any]] = {
+    "summary": RunFiles.summary, "series": RunFiles.series, "steps": RunFiles.steps, "samples": RunFiles.samples,
+    "sample": RunFiles.sample, "events": RunFiles.events, "ledger": RunFiles.ledger, "episodes": RunFiles.episodes,
+    "evals": RunFiles.evals, "config": RunFiles.config,
+}  # fmt: skip
+
+
 def answer(run: RunFiles, query: str, params: Params) -> Any:
-    """Answer a request of the page. Raises UserError, with a line to show: there is nothing to answer with."""
-    if query not in QUERIES:
+    """Answer a request of the page. Raises UserError, with a line to show: it has no answer."""
+    if query not in _QUERIES:
         raise UserError(f"no such request: {query}")
     try:
         with run.lock:
-            return getattr(run, query)(params)
+            return _QUERIES[query](run, params)
     except (CommitError, OSError, ValueError, OverflowError, sqlite3.Error) as error:
         raise UserError(one_line(error)) from error
 
 
-# -- which runs --------------------------------------------------------------------------------------------------------
-
-
 def find_runs(paths: Sequence[Path]) -> dict[Path, str]:
-    """Return the runs at `paths`, with short names; a deployment's are its own and its tenants'.
-    Raises UserError: one is no run."""
+    """Return the runs at `paths`, with short names. Of a deployment: its own run, if it has one, and its tenants'.
+    Raises UserError: a path is no run."""
     runs: list[Path] = []
     for path in paths:
-        tenants = [one for one in sorted((path / "tenants").glob("*")) if RunDirectory(one).exists]
+        tenants = [entry for entry in sorted((path / "tenants").glob("*")) if RunDirectory(entry).exists]
         own = [] if tenants and not RunDirectory(path).exists else [open_run(path).directory]
-        runs += [one.resolve() for one in (*own, *tenants)]
-    runs = [*dict.fromkeys(runs)]  # a link may lead to another of them
+        runs += [run.resolve() for run in (*own, *tenants)]
+    runs = [*dict.fromkeys(runs)]  # a link may lead to a run that is listed, too
     length = next(size for size in range(1, 99) if len({run.parts[-size:] for run in runs}) == len(runs))
     return {run: "/".join(run.parts[-length:]) for run in runs}

@@ -509,7 +509,7 @@ function timeLine(events, series) {
     ...["trainer", "orchestrator"].flatMap((process) => series[`${process}:time`]?.value || [])];
   const [first, last] = [Math.min(...times), Math.max(Math.min(...times) + 1, ...times)], [width, left, lane] = [wide(), 90, 22];
   const x = (time) => left + (time - first) / (last - first) * (width - left - 8), height = lanes.length * lane + 18;
-  const svg = h("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "time line of the processes",
+  const svg = h("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "timeline of the processes",
     style: { "margin-bottom": "8px" } });
   lanes.forEach((name, row) => {
     const middle = row * lane + lane / 2;

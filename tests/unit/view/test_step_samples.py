@@ -12,8 +12,8 @@ import pytest
 from prime_rl.errors import UserError
 from prime_rl.monitor.status import new_status, status_path, write_record
 from prime_rl.processes import identify
-from prime_rl.view.reading import Decoder, StepSamples, messages
 from prime_rl.view.run_files import RunFiles, answer
+from prime_rl.view.step_samples import Decoder, StepSamples, messages
 from support.viewing import MODEL, make_run, metric_lines
 
 
@@ -69,7 +69,11 @@ def test_what_the_trainer_computed(run: RunFiles) -> None:
 
 @pytest.mark.parametrize(
     ("step", "what"),
-    [("0", "step 0 was removed: samples are kept of 2 steps, 2 to 3"), ("4", "step 4 is not committed yet")],
+    [
+        ("0", "step 0 was removed: samples are kept of 2 steps, 2 to 3"),
+        ("4", "step 4 has no samples: the last committed step is 3"),
+        ("-1", "step -1 has no samples"),
+    ],
 )
 def test_steps_without_samples(run: RunFiles, step: str, what: str) -> None:
     """Contract: a removed step is told from one to come."""
