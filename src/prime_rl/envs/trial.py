@@ -80,7 +80,7 @@ async def _try(env: Any, setup: Setup, pipe: int) -> None:
     """Run an episode for each task and reply; write the error that all of them end with, if any, into the pipe."""
     from renderers.base import RenderedTokens
 
-    raised: list[BaseException] = []
+    raised: Any = list[BaseException]()
     # Functions that receive each exception as their last argument; wrapped to record it.
     hooks: list[tuple[Any, str]] = [(ids, "describe")]
     if not isinstance(env.tasks[0], dict):  # of verifiers.v1
