@@ -1,8 +1,9 @@
-"""Dry-run up to three tasks (first, middle, last) to find environments that cannot work, before a server is up.
+"""Dry-run up to four tasks, before a server is up, to find environments that cannot work.
 
-The trial uses canned replies. It runs in a forked process and reports an error only if every reply to every task raises
-the same one, and `_is_certain` finds that it cannot depend on the reply. It gives up and reports nothing if an episode
-succeeds, if it would open a connection, start a program or write a file, or after `SECONDS`.
+The trial takes the first two tasks, the middle one and the last, and canned replies. It runs in a forked process and
+reports an error only if every reply to every task raises the same one, and `_is_certain` finds that it cannot depend on
+the reply. It gives up and reports nothing if an episode succeeds, if it would open a connection, start a program or
+write a file, or after `SECONDS`.
 """
 
 import ast
@@ -27,7 +28,7 @@ from prime_rl.wait import WaitTimeout, within
 
 SECONDS = 5.0  # of the whole trial
 _PLAIN_REPLY = "I have thought about it, and this is my reply: it depends."
-_TAGGED_REPLY = "<think>It is so.</think>\n<answer>\\boxed{{{}}}</answer>"
+_TAGGED_REPLY = "<think>It is so.</think>\n<answer>\\boxed{{{0}}}</answer>\n#### {0}\n```python\n{0}\n```"
 
 _EFFECT_EVENTS = ("os.", "shutil.", "socket.", "subprocess.", "pty.", "sqlite3.")  # prefixes of audit events, except:
 _ALLOWED_EVENTS = ("os.listdir", "os.scandir", "os.walk", "os.putenv", "os.unsetenv", "socket.__new__", "socket.bind")
@@ -58,21 +59,27 @@ async def find_fault(env: Any, setup: Setup) -> str:
 
 
 def _isolate(pipe: int) -> None:
-    """Redirect every descriptor to /dev/null, except `pipe` and files open for reading, and add the audit hook."""
+    """Redirect every descriptor but `pipe` to /dev/null, or open its file anew if it is read: a fork shares the place
+    in it. Add the audit hook."""
     sys.dont_write_bytecode = True
     null = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # closed since it was listed
             to_read = os.path.isfile(f"/proc/self/fd/{number}") and not fcntl.fcntl(number, fcntl.F_GETFL) & 3
-            if number not in (pipe, null) and not to_read:
-                os.dup2(null, number)
+            if number not in (pipe, null):
+                copy = os.open(f"/proc/self/fd/{number}", os.O_RDONLY) if to_read else null
+                if to_read:
+                    os.lseek(copy, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
+                os.dup2(copy, number)
     sys.addaudithook(_exit_on_side_effect)
 
 
 def _exit_on_side_effect(event: str, arguments: tuple[Any, ...]) -> None:
     """End this process before Python connects, starts a program or changes a file. C libraries raise no events."""
-    writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-    if writes or (event.startswith(_EFFECT_EVENTS) and event not in _ALLOWED_EVENTS):
+    changes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+    writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & changes
+    binds = event == "socket.bind" and isinstance(arguments[1], str | bytes)  # a file
+    if writes or binds or (event.startswith(_EFFECT_EVENTS) and event not in _ALLOWED_EVENTS):
         os._exit(0)
 
 
@@ -105,7 +112,8 @@ async def _try(env: Any, setup: Setup, pipe: int) -> None:
     renderer = SimpleNamespace(bridge_to_next_turn=None)
     env.engine = SimpleNamespace(branched=True, model=setup.model, renderer=renderer, generate=generate)
     async with env:
-        for index in {0, len(env.task_ids) // 2, len(env.task_ids) - 1}:
+        last = len(env.task_ids) - 1
+        for index in {0, min(1, last), last // 2, last}:
             data = task if isinstance(task := env.tasks[index], dict) else dict(task.data)
             before = repr(data)
             answer = str(data.get("answer", _PLAIN_REPLY))
@@ -148,7 +156,7 @@ def _is_certain(error: BaseException, turns: int, task: str) -> bool:
         match = re.search(rf"(?<![\w.])(\w[\w.\[\]']*)\[{re.escape(repr(error.args[0]))}\]", text)
         # The pattern admits only names, attributes and subscripts, and this is the forked process.
         owner = eval(match[1], last.f_globals, last.f_locals) if match and last in own else None
-        return isinstance(owner, dict) and error.args[0] not in owner and repr(owner) in task
+        return isinstance(owner, dict) and owner != {} and error.args[0] not in owner and repr(owner) in task
     if turns > 1 or own != [last] or last.f_code.co_name == "env_response":  # not every reply leads to it
         return False
     source, first = inspect.getsourcelines(last.f_code)

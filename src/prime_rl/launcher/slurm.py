@@ -51,7 +51,7 @@ def variants(config: SlurmRun, base: Path) -> list[SlurmRun]:
     """Return the runs of `slurm.sweep`, each in a directory of its own that is named after its values; none without.
     Raises UserError: one is no valid configuration, or two have the same directory. `base` is the written `config`."""
     assert config.slurm is not None
-    sweep, made = config.slurm.sweep, list[SlurmRun]()
+    sweep, made, directories = config.slurm.sweep, list[SlurmRun](), set[Path | None]()
     for values in itertools.product(*sweep.values()) if sweep else ():
         words = [f"{key}={value}" for key, value in zip(sweep, values, strict=True)]
         directory = config.output_dir / ",".join(words).replace("/", "_")
@@ -62,9 +62,10 @@ def variants(config: SlurmRun, base: Path) -> list[SlurmRun]:
             raise UserError(f"slurm.sweep, {', '.join(words)}: {'; '.join(error.problems)}") from None
         if directory in {one.output_dir for one in made}:
             raise UserError(f"slurm.sweep: two combinations of values have the directory {directory}")
-        saves = run.ckpt if isinstance(run, RLConfig | SFTConfig) else None
-        if saves is not None and saves.output_dir is not None and made:
-            raise UserError("slurm.sweep: all runs would save in ckpt.output_dir: leave it out")
+        saves = run.ckpt.output_dir if isinstance(run, RLConfig | SFTConfig) and run.ckpt else None
+        if saves is not None and saves in directories:
+            raise UserError("slurm.sweep: several runs would save in ckpt.output_dir: leave it out")
+        directories.add(saves)
         made.append(run.model_copy(update={"slurm": config.slurm}))
     return made
 

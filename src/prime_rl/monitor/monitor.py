@@ -92,7 +92,7 @@ class Tail:
         """The whole lines."""
         try:
             file = self.path.open("rb")
-        except FileNotFoundError:
+        except OSError:  # it may come, or become readable
             self.start_over(0)
             return []
         with file:

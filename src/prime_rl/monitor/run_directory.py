@@ -1,6 +1,7 @@
 """Read a run directory, for `rl view`, the Python API, the console, `rl doctor` and `rl audit`."""
 
 import difflib
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +38,7 @@ class RunDirectory:
     @property
     def exists(self) -> bool:
         """Whether the directory has a file or directory that a run writes."""
-        return any((self.directory / name).exists() for name in _RUN_ENTRIES)
+        return any(os.path.exists(self.directory / name) for name in _RUN_ENTRIES)  # not one of somebody else
 
     @property
     def config(self) -> dict[str, dict[str, Any]]:
@@ -157,8 +158,8 @@ def open_run(directory: str | Path) -> RunDirectory:
     if (run := RunDirectory(Path(directory))).exists:
         return run
     path = run.directory
-    what = f"{path} holds no run" if path.exists() else f"there is no directory {path}"
-    roots = (path, next(parent for parent in path.absolute().parents if parent.is_dir()), Path())
+    what = f"{path} holds no run" if os.path.exists(path) else f"there is no directory {path}"
+    roots = (path, next(parent for parent in path.absolute().parents if os.path.isdir(parent)), Path())
     near = {candidate for root in roots for depth in ("*", "*/*") for candidate in root.glob(depth)}
     by_name = {candidate.name: str(candidate) for candidate in sorted(near) if RunDirectory(candidate).exists}
     close = difflib.get_close_matches(path.name, by_name, n=3, cutoff=0.3) or sorted(by_name)[:3]

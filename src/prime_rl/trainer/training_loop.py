@@ -46,7 +46,7 @@ from prime_rl.trainer.source import Source, locate_model
 from prime_rl.trainer.step_tokens import StepTokens
 from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype, published_bytes, uses_memory
 from prime_rl.transport.checkpoints import trainer_is_alone
-from prime_rl.transport.commit import step_dir
+from prime_rl.transport.commit import clean_stages, step_dir
 from prime_rl.wait import TaskThread
 
 Config = TrainerConfig | SFTConfig
@@ -140,6 +140,8 @@ class Training:
             on_committed=lambda version, times: self.report.more_metrics(version - 1, times),
         )
         self.exit_stack.callback(self.versions.close)
+        for directory in (config.output_dir / "token_stats").glob("step_*") if world.rank == 0 else ():
+            clean_stages(directory)
         self.token_stats = TaskThread("token-stats", "the disk", config.dist_timeout)
         self.exit_stack.callback(self.token_stats.close)
         self.report.open()

@@ -41,7 +41,9 @@ def read_token_stats(run: Path, step: int, sample_ids: pa.Array | pa.ChunkedArra
     paths = step_dir(run / "token_stats", step).glob("rank_*.arrow")
     # Only ranks above the current count can be left over from an earlier incarnation: the first match is current
     for path in sorted(paths, key=lambda path: (len(path.name), path.name)):
-        with suppress(OSError, pa.ArrowInvalid), pa.OSFile(str(path)) as file:  # a damaged file counts as missing
-            tables.append(pa.ipc.open_file(file).read_all())
+        with suppress(OSError, ValueError), pa.OSFile(str(path)) as file:  # a damaged file counts as missing
+            rows = pa.ipc.open_file(file).read_all()
+            rows.validate(full=True)
+            tables += [rows] if rows.schema.equals(_SCHEMA) else []
     table = pa.concat_tables(tables)
     return table.take(pc.index_in(sample_ids, table["sample_id"]))

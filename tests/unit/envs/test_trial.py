@@ -3,6 +3,7 @@
 import functools
 import itertools
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ __all__ = ["TestTaskset", "TestEnv"]
 PLAIN = """
 import json, os, re, socket, subprocess, time
 
-tasks = [{{"prompt": "2 + 2", "answer": "4", "info": {{"labels": ["a"]}}}}]
+tasks = [{{"prompt": "2 + 2", "answer": "4", "info": {{"labels": ["a"]}}, "state": {{}}}}]
 
 async def rollout(task, chat):
     reply = await chat()
@@ -70,6 +71,7 @@ FINE = {
     "needs tags": "return float(re.search('<a>(.*)</a>', text).group(1))",
     "needs JSON": "return json.loads(text)['score']",
     "needs a tag by name": "return float(dict(re.findall('<(.*)>(.*)</.*>', text))['score'])",
+    "finds nothing": "found = dict(re.findall('<x>(.*)=(.*)</x>', text)); return float(found['score'])",
     "needs one of its choices": "return {'A': 1.0, 'B': 0.0}[text]",
     "needs a label of the task": "letter = (re.findall('[A-D]', text[-1:]) or ['?'])[0]; return info[letter]",
     "keeps what it finds": "info.update(re.findall('<(.*)>(.*)</.*>', text)); return float(info['score'])",
@@ -200,6 +202,19 @@ async def test_one_bad_task_is_no_fault(find: Any, tiny_model: Path) -> None:
     )
     assert await find("python", source=tasks + rollout) == ""
     assert await find("python", source=tasks.replace("'label'", "'lable'") + rollout) != ""
+    alternating = "tasks = [{'prompt': str(n), **({'label': 'a'} if n % 2 else {})} for n in range(101)]\n"
+    assert await find("python", source=alternating + rollout) == ""
+
+
+async def test_an_open_file_is_read_on_from_where_it_was(find: Any, tmp_path: Path) -> None:
+    """Contract: the trial takes nothing from a file that the environment has open."""
+    (tmp_path / "feed").write_text("first")
+    source = "import sys\nsys.feed = open('feed', 'rb', buffering=0)\n" + source_of(
+        "python", "sys.feed.read(); info['x']"
+    )
+    assert "KeyError" in await find("python", source=source.replace("import json", "import sys, json"))
+    with sys.__dict__.pop("feed") as feed:
+        assert feed.read() == b"first"
 
 
 @pytest.mark.parametrize(

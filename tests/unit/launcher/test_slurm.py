@@ -156,7 +156,7 @@ def test_the_run_is_asked_to_finish(cluster, number, requeue):
         ({"nodes": 2, "inference_nodes": 2}, {}, "leaves none of 2 nodes"),
         ({"nodes": 2}, {"tensor_parallel_size": 3}, "no multiple of the 3 GPUs"),
         ({"sweep": {"trainer.optim.lr": [1e-4, -1.0]}}, {}, "slurm.sweep, trainer.optim.lr=-1.0: .*greater than"),
-        ({"sweep": {"ckpt.output_dir": ["saved"], "seed": [1, 2]}}, {}, "all runs would save in ckpt.output_dir"),
+        ({"sweep": {"ckpt.output_dir": ["saved"], "seed": [1, 2]}}, {}, "several runs would save in ckpt.output_dir"),
         ({"sweep": {"model.name": ["a/b", "a_b"]}}, {}, "two combinations of values have the directory .*a_b"),
         ({}, {"api_key": "s3cret"}, "^inference.api_key .*: set VLLM_API_KEY before you submit$"),
         ({"template": "nowhere"}, {}, "slurm.template nowhere"),

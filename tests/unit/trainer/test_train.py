@@ -114,7 +114,10 @@ def test_resume_is_bit_exact(resume_step, run_training, tied_model, tmp_path):
     parts = tmp_path / "parts"
     run_training(support.make_config(parts, tied_model, max_steps=2, ckpt={"interval": None}, **extra))
     assert list_steps(parts / "weights") == [0, 1, 2]
+    stage = parts / "token_stats" / "step_1" / ".rank_0.arrow.tmp-1"  # of a writer that was killed
+    stage.touch()
     run_training(support.make_config(parts, tied_model, max_steps=4, ckpt={"resume_step": resume_step}, **extra))
+    assert not stage.exists()
     assert hashes(parts) == hashes(tmp_path / "whole")
     assert [row["progress/total_samples"] for row in metrics(parts)] == [6, 12, 18, 24]
     assert json.loads((parts / "incarnations" / "1.json").read_text())["step"] == 2
