@@ -116,7 +116,9 @@ async def test_classic_environments_are_tried(python, tmp_path):
         ("name", "NameError: name 'similarity' is not defined"),
         ("module", "ModuleNotFoundError: No module named 'not_installed'"),
     ):
-        with pytest.raises(UserError, match=f"reverse-classic.*its tasks fail whatever the reply: {cause}.*classic.py"):
+        with pytest.raises(
+            UserError, match=f"reverse-classic.*every task fails, whatever the reply: {cause}.*classic.py"
+        ):
             async with open_pool([classic(python, reward=reward)], model, tmp_path / reward):
                 pass
     fine = [classic(python, reward="parser"), classic(python, "finite", kind="finite")]

@@ -87,7 +87,7 @@ async def test_every_view(url: str, run: Path, tmp_path: Path) -> None:
             page, "no process of a run has reported here", "Trainer, seconds of a step", "the disk is nearly full"
         )
         await page.open(f"{url}#ledger")
-        await shows(page, "dropped: stale", "Conserved: issued = trained")
+        await shows(page, "dropped: stale", "issued = trained")
         await page.open(f"{url}#config")
         await shows(page, "max_steps")
         assert page.errors == []

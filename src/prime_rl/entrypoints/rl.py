@@ -85,7 +85,10 @@ def _name_runs(arguments: list[str]) -> list[str]:
 def _view(config: ViewConfig) -> None:
     from prime_rl.view.page_server import view
 
-    view(config.runs or [config.output_dir], config.host, config.port, config.export)
+    runs = config.runs or [config.output_dir]
+    if config.dry_run:
+        return say(f"the page would show {', '.join(map(str, runs))}")
+    view(runs, config.host, config.port, config.export)
 
 
 def _run(config: RLConfig) -> None:

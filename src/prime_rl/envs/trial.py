@@ -153,9 +153,10 @@ def _is_certain(error: BaseException, turns: int, task: str) -> bool:
         return isinstance(error, TypeError) and " missing " in str(error) and " required " in str(error)
     if isinstance(error, KeyError):
         text = linecache.getline(last.f_code.co_filename, line).replace('"', "'")
-        match = re.search(rf"(?<![\w.])(\w[\w.\[\]']*)\[{re.escape(repr(error.args[0]))}\]", text)
-        # The pattern admits only names, attributes and subscripts, and this is the forked process.
-        owner = eval(match[1], last.f_globals, last.f_locals) if match and last in own else None
+        match = re.search(rf"(?<![\w.])(\w+)([\w.\[\]']*)\[{re.escape(repr(error.args[0]))}\]", text)
+        owner: Any = {**last.f_globals, **last.f_locals}.get(match[1]) if match and last in own else None
+        for name, key in re.findall(r"\.(\w+)|\['(.*?)'\]", match[2] if match else ""):
+            owner = getattr(owner, name, None) if name else owner.get(key) if isinstance(owner, dict) else None
         return isinstance(owner, dict) and owner != {} and error.args[0] not in owner and repr(owner) in task
     if turns > 1 or own != [last] or last.f_code.co_name == "env_response":  # not every reply leads to it
         return False

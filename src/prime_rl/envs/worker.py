@@ -132,7 +132,7 @@ class WorkerServer:
                 for number in (signal.SIGTERM, signal.SIGINT):  # only now: a classic environment takes them for itself
                     self._loop.add_signal_handler(number, this_task.cancel)
                 if fault := await find_fault(env, setup):
-                    raise LoadError(f"environment {setup.env_id!r}: its tasks fail whatever the reply: {fault}")
+                    raise LoadError(f"environment {setup.env_id!r}: every task fails, whatever the reply: {fault}")
                 await exit_stack.enter_async_context(env)
             except (LoadError, ModuleNotFoundError) as error:
                 traceback.print_exc()

@@ -28,6 +28,7 @@ _STEP_METRICS = {
 }
 _SILENT_SECONDS = 5 * HEARTBEAT_SECONDS
 _SPARK_STEPS = 60
+_ERRORS_SHOWN = 0.005  # share of a step's episodes that failed
 _IN_ROWS = ("limited by", "ETA")  # parts of a step's line that rows say as well
 _WARNING = re.compile(r"starting it again|goes on without|\(gives up in")  # in a line of the launcher
 _LOGGED = re.compile(rb"\S+ (\S+) (?:WARNING|ERROR|CRITICAL) +(.*)")
@@ -119,7 +120,7 @@ class Console:
         lines = []
         for process, row in self._run.read(*SIDES):
             lines += [
-                f"Eval {name} at step {int(row['step'])} | reward {row[key]:.4f}"
+                f"Eval {name} at step {int(row['step'])} | reward {row[key]:.4f}{_errors(row, f'eval/{name}/')}"
                 for key in row
                 if (name := _eval_name(key))
             ]
@@ -140,6 +141,7 @@ class Console:
         self._step_ends = [end for end in recent if end >= self._all_ready_at]
         row = {**trainer, **{key: orchestrator[key] for key in ("reward/mean",) if key in orchestrator}}
         parts = [f"Step {step} [{step + 1}/{self._max_steps}]" if self._max_steps else f"Step {step} [{step + 1}]"]
+        parts[0] += _errors(orchestrator)
         parts += [form.format(row[key]) for key, form in _STEP_METRICS.items() if key in row]
         if (shares := self._run.shares(self._began)) is not None:
             self._limit = limit_of(shares)
@@ -171,9 +173,12 @@ class Console:
                 compare(f"eval {_eval_name(key)}, first → last", values[0], values[-1])
             else:
                 lines.append(f"eval {_eval_name(key)}: {values[0]:.4f}")
+        if any(_errors(row) for row in rows):
+            log = self._output_dir / "logs" / "orchestrator.log"
+            lines.append(f"episodes failed and are in no reward: {log} says why, `rl audit` how many")
         starts = [row["time"] - row["time/step"] for row in rows if row["time"] >= self._began and "time/step" in row]
         if starts:
-            lines.append(f"time, start: {max(starts[0] - self._began, 0.0):.0f} s")
+            lines.append(f"startup: {max(starts[0] - self._began, 0.0):.0f} s")
         if (shares := self._run.shares(self._began)) is not None:
             lines += [str(shares), str(limit_of(shares))]
         # The base model has no files, nor have versions that went from memory.
@@ -187,6 +192,12 @@ class Console:
 def _eval_name(key: str) -> str:
     """Return the evaluation whose reward this metric is; "" for other metrics."""
     return key.removeprefix("eval/").removesuffix("/reward/mean") if re.fullmatch("eval/.*/reward/mean", key) else ""
+
+
+def _errors(row: Row, of: str = "") -> str:
+    """Return the part of a line that says how many episodes failed; "" where hardly any did."""
+    rate = row.get(f"{of}errors/rate", 0.0)
+    return f" | errors {rate:.0%}" if rate >= _ERRORS_SHOWN else ""
 
 
 def state_of(status: ProcessStatus | None, now: float) -> tuple[str, str]:

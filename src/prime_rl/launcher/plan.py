@@ -190,7 +190,7 @@ def headlines(config: RLConfig, plan: Plan) -> list[str]:
         lines += [("environments", names), ("batch", f"{steps or 'endless'} steps of {rollouts}")]
     placed = "; ".join(f"{process.name} on {','.join(process.gpus)}" for process in gpus)
     lines += [
-        ("GPUs", placed or "none was found or asked for: on CPUs, which are slow"),
+        ("GPUs", placed or "none found or asked for: running on CPUs (slow)"),
         ("directory", f"{plan.output_dir}; logs in {plan.output_dir / 'logs'}"),
     ]
     return [f"{name:<13} {what}" for name, what in lines]

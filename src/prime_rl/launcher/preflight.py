@@ -82,7 +82,7 @@ def state_memory(config: TrainingConfig, ranks: int | None = None, slots: int = 
     if not shapes:
         return ""
     of = f"{trained:,} trained{'' if lora is None else f' and {everything:,} frozen'} parameters"
-    return f"weights, gradients and optimizer states take {size:.3g} GiB of a rank ({of}); activations come on top"
+    return f"weights, gradients and optimizer states need {size:.3g} GiB per rank ({of}); activations are extra"
 
 
 def step_estimate(config: RLConfig, servers: int, trainers: int) -> str:

@@ -69,5 +69,7 @@ def audit_text(run_dir: Path) -> str:
     if faults:
         lines += ["NOT CONSERVED, the ledger contradicts itself:", *(f"  {fault}" for fault in faults)]
     else:
-        lines.append("Conserved: issued = trained + dropped + in flight, finished or in a batch, in every environment.")
+        lines.append(
+            "In every environment, issued = trained + dropped + unfinished (in flight, finished, or in a batch)."
+        )
     return "\n".join(lines)

@@ -292,7 +292,8 @@ class Orchestrator:
         failed = Counter(str(reason) for reason in self._outcomes if reason is not None)
         enough = len(self._outcomes) >= min(_LEAST_OUTCOMES_FOR_ERROR_RATE, self.config.batch_size)
         if enough and failed.total() > self.config.max_error_rate * len(self._outcomes):
-            count = f"{failed.total()} of the last {len(self._outcomes)} episodes failed ({dict(failed)})"
+            kinds = ", ".join(f"{count} {reason}" for reason, count in failed.items())
+            count = f"{failed.total()} of the last {len(self._outcomes)} episodes failed ({kinds})"
             most = f"more than max_error_rate {self.config.max_error_rate}"
             never = self.scheduler.step == 0 and None not in self._outcomes and failed.keys() <= {"errored", "invalid"}
             raise UserError(f"{NEVER_WORKED + ': ' if never else ''}{count}, {most}; the last one: {self._last_error}")

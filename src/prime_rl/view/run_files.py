@@ -110,7 +110,7 @@ class RunFiles:
             if status.outcome in ("finished", "stopped"):
                 end_times[name] = status.since - 1
             if status.ready:
-                yield status.ready, name, "ready", "its start is over"
+                yield status.ready, name, "ready", "started"
             if status.outcome:
                 yield status.since, name, "error" if status.outcome.startswith("failed") else "end", status.outcome
         for parent in (self.path / "checkpoints", self.path / "recovery"):

@@ -47,6 +47,18 @@ def test_a_step_is_shown_once_both_sides_have_it(tmp_path):
         assert console.step_lines()[0].endswith(end)
 
 
+def test_failed_episodes_are_no_secret(tmp_path):
+    """Contract: a reward is not printed without the share of episodes that failed and are not in it."""
+    console = Console(tmp_path, max_steps=20)
+    add(tmp_path, "orchestrator", 0, 99.0, **{"eval/rt/reward/mean": 0.5, "eval/rt/errors/rate": 0.66})
+    add(tmp_path, "trainer", 0, 101.0, **TRAINER)
+    add(tmp_path, "orchestrator", 0, 100.0, **{"reward/mean": 0.25, "errors/rate": 0.414})
+    said = console.step_lines()
+    assert said[0] == "Eval rt at step 0 | reward 0.5000 | errors 66%"
+    assert said[1].startswith("Step 0 [1/20] | errors 41% | reward 0.2500")
+    assert any("orchestrator.log says why" in line for line in console.summary())
+
+
 def test_steps_that_come_late_or_again(tmp_path):
     """A trainer that recovers repeats the steps since its recovery checkpoint, from the batches that are there.
     What the trainer adds, such as the time to save, is in the line if it comes in time, and makes none of its own."""

@@ -38,7 +38,7 @@ def test_the_account_by_environment_and_reason(tmp_path):
         ["math", "in flight", "2", "4.8%", "-", "-"],
         ["math", "in a batch", "2", "4.8%", "3.0", "0.2500"],
     ]
-    assert lines[-1][0].startswith("Conserved")
+    assert lines[-1][0].startswith("In every environment, issued = trained")
 
 
 @pytest.mark.parametrize(

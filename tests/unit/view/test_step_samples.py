@@ -130,7 +130,7 @@ def test_episodes_of_the_ledger(run: RunFiles) -> None:
     ]  # fmt: skip
     assert rows["outcomes"] == ["batched", "stale"]
     assert [row["id"] for row in answer(run, "episodes", {"low": "0.4", "outcome": "batched"})["rows"]] == ["0.1.0"]
-    assert "Conserved: " in answer(run, "ledger", {})
+    assert "issued = trained" in answer(run, "ledger", {})
     assert answer(run, "sample", {"step": "3", "id": "30.0.0"})["sample_id"] == "30.0.0.0"
     with pytest.raises(UserError, match="no sample of episode 0.0.0"):
         answer(run, "sample", {"step": "3", "id": "0.0.0"})
@@ -149,7 +149,7 @@ def test_the_ledger_of_a_crashed_run(run: RunFiles, tmp_path: Path) -> None:
     for path, data in zip(files, torn, strict=True):
         path.write_bytes(data)
     assert answer(run, "episodes", {}) == rows
-    assert "Conserved: " in answer(run, "ledger", {})
+    assert "issued = trained" in answer(run, "ledger", {})
     assert [path.read_bytes() for path in files] == torn
 
 

@@ -360,7 +360,7 @@ async function rollouts(params) {
     if (move && items[place + move]) { event.preventDefault(); items[place + move].focus(); if (!episodes) items[place + move].click(); }
   } }, items.length ? items : h("div.foot", null, "None fits these filters."), pages);
   const detail = h("section.card", { "aria-label": "sample" });
-  if (episodes && !params.id) detail.append(note("Choose an episode that was trained to read it; of the others the ledger keeps the outcome alone."));
+  if (episodes && !params.id) detail.append(note("Choose a trained episode to read it. Of the others, the ledger keeps only the outcome."));
   else if (chosen !== "" || params.id) {
     try { detail.append(...sampleView(await get("sample", episodes ? { run, step: params.of, id: params.id } : { run, step, row: chosen }),
       run)); } catch (error) { detail.append(note(error.message)); }
@@ -496,7 +496,7 @@ async function time(params) {
       stackedBars(steps, shown), legend(shown.map((part) => [part.label, part.color, `${number(sum(part.value) / steps.length, 3)} s`])));
   });
   return [h("form.bar", { onsubmit: (event) => event.preventDefault() }, runChoice(), range("steps", { min: 0 })),
-    h("section.card", null, h("h2", null, "Who waits for whom ", h("span.quiet", null, "as rl doctor says")),
+    h("section.card", null, h("h2", null, "Who waits for whom ", h("span.quiet", null, "by rl doctor")),
       h("pre.mono", null, runs[run].doctor)), ...cards,
     events.length ? h("section.card", null, h("h2", null, "Restarts, faults and checkpoints"), timeLine(events, series),
       table(["time", "process", "", ""], [...events].reverse().slice(0, 100).map((event) =>
