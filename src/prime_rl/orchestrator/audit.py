@@ -1,5 +1,6 @@
 """`rl audit RUN`: where every episode of a run went, and whether the ledger contradicts itself."""
 
+from collections import Counter
 from pathlib import Path
 
 from prime_rl.errors import UserError
@@ -23,10 +24,6 @@ _OUTCOMES = """
     UNION ALL
     SELECT env, outcome, number, tokens / sampled, reward / scored FROM ends ORDER BY 1, 3 DESC, 2 DESC"""
 _INCONSISTENCIES = {
-    "unaccounted for": """
-        SELECT i.env || printf(': %+d episodes are', i.count - COUNT(e.id))
-        FROM issued i LEFT JOIN groups g ON g.env = i.env LEFT JOIN episodes e ON e.group_number = g.number
-        GROUP BY i.env HAVING i.count != COUNT(e.id)""",
     "episodes in flight, or waiting for a batch, in groups that are closed": """
         SELECT COUNT(*) FROM episodes e JOIN groups g ON g.number = group_number
         WHERE g.state != 'open' AND e.state IN ('issued', 'finished')""",
@@ -45,11 +42,14 @@ def audit(run_dir: Path) -> tuple[list[tuple[str, str, int, float | None, float 
     sampled tokens and rewards (None: none has a result). Raises UserError where there is no ledger, or a damaged one.
     """
     with open_copy(run_dir / LEDGER) as db:
-        findings = [(count, fault) for fault, query in _INCONSISTENCIES.items() for (count,) in db.execute(query)]
         newest = newest_version(read_versions(run_dir / "weights"), read_incarnations(run_dir))
-        return db.execute(_OUTCOMES, (newest or 0,)).fetchall(), [
-            f"{count} {fault}" for count, fault in findings if count
-        ]
+        outcomes = db.execute(_OUTCOMES, (newest or 0,)).fetchall()
+        lost = Counter[str]()
+        for env, outcome, count, *_ in outcomes:
+            lost[env] += count if outcome == "issued" else -count
+        faults = [f"{env}: {count:+d} episodes are unaccounted for" for env, count in lost.items() if count]
+        findings = [(count, fault) for fault, query in _INCONSISTENCIES.items() for (count,) in db.execute(query)]
+        return outcomes, faults + [f"{count} {fault}" for count, fault in findings if count]
 
 
 def audit_text(run_dir: Path) -> str:
