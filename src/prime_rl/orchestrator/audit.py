@@ -44,10 +44,10 @@ def audit(run_dir: Path) -> tuple[list[tuple[str, str, int, float | None, float 
     with open_copy(run_dir / LEDGER) as db:
         newest = newest_version(read_versions(run_dir / "weights"), read_incarnations(run_dir))
         outcomes = db.execute(_OUTCOMES, (newest or 0,)).fetchall()
-        lost = Counter[str]()
+        gaps = Counter[str]()
         for env, outcome, count, *_ in outcomes:
-            lost[env] += count if outcome == "issued" else -count
-        faults = [f"{env}: {count:+d} episodes are unaccounted for" for env, count in lost.items() if count]
+            gaps[env] += count if outcome == "issued" else -count
+        faults = [f"{env}: {count:+d} episodes are unaccounted for" for env, count in gaps.items() if count]
         findings = [(count, fault) for fault, query in _INCONSISTENCIES.items() for (count,) in db.execute(query)]
         return outcomes, faults + [f"{count} {fault}" for count, fault in findings if count]
 
