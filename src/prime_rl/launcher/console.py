@@ -52,9 +52,8 @@ class Console:
         self._phases: dict[str, str] = {}
         self._waits_shown: set[tuple[str, str, float]] = set()
         self._run = RunDirectory(output_dir, KEPT)
-        self._run.read(
-            *SIDES
-        )  # a resumed trainer takes batches that were made, and reported, in an earlier incarnation
+        # A resumed trainer takes batches that were made, and reported, in an earlier incarnation.
+        self._run.read(*SIDES)
         self._updates: dict[int, Row] = {}  # the trainer's rows that have no line yet
         self._step_ends: list[float] = []  # unix times, since
         self._all_ready_at = 0.0  # the last process was ready: before, steps waited for its start
