@@ -16,13 +16,17 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from conftest import make_tiny_model
 from prime_rl.config import TrainerConfig
+from prime_rl.config.trainer import AdamW, TrainerModel
 from prime_rl.monitor import Status
 from prime_rl.trainer import training_loop as loop
-from prime_rl.trainer.parallel import World, close_world
+from prime_rl.trainer.model import build_policy
+from prime_rl.trainer.parallel import World, close_world, local_part
 from prime_rl.trainer.parameters import stored_tensors
+from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.report import Report
 from prime_rl.trainer.rl.train import make_recipe
 from prime_rl.trainer.shared_training import SharedTrainer
+from prime_rl.trainer.source import find_model
 from prime_rl.trainer.training_state import HostCopy, State
 from prime_rl.transport import tenants
 from prime_rl.transport.commit import list_steps
@@ -170,6 +174,40 @@ def test_a_saved_state_is_that_of_its_step(run_training, model, tmp_path, monkey
     state = load_file(tmp_path / "recovery" / "step_3" / "state" / "rank_0.safetensors")
     assert torch.equal(state[f"model.lm.{name}"], weights[name])
     assert not torch.equal(weights[name], version(tmp_path, 4)[name])
+
+
+def test_the_logprob_check_follows_the_weights(model: Path, world: World) -> None:
+    """From the third version on a CUDA graph computes the reference: the same numbers, of the weights as they are. A
+    model that waits for the device is scored without one."""
+    policy = build_policy(find_model(str(model)), TrainerModel(), world, tokens=SEQ_LEN, optim=AdamW())
+    vocabulary, boundaries = policy.lm.config.vocab_size, policy.boundaries
+
+    def scorer() -> ReferenceScorer:
+        return ReferenceScorer(policy, world, vocabulary, torch.bfloat16, torch.bfloat16)
+
+    def wait(*arguments: Any) -> Any:
+        torch.ones(1, device=world.device).item()
+        return boundaries(*arguments)
+
+    replaying, plain, waiting = scorer(), scorer(), scorer()
+    plain._replays = False
+    torch.manual_seed(0)
+    for parameter in policy.parameters():
+        torch.nn.init.normal_(local_part(parameter), std=0.02)
+    seen = set()
+    for _ in range(4):
+        want = plain.score(compiled=True)().logprobs
+        assert replaying.score(compiled=True)().logprobs == pytest.approx(want, abs=1e-3)
+        policy.boundaries = wait
+        assert waiting.score(compiled=True)().logprobs == pytest.approx(want, abs=1e-3)
+        policy.boundaries = boundaries
+        seen.add(want)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                local_part(parameter).mul_(1.1)
+    assert len(seen) == 4
+    assert replaying._graph is not None
+    assert waiting._graph is None
 
 
 def test_tenants_are_trained_together(

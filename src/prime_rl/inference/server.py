@@ -184,6 +184,10 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         if (tenants := config.lora.tenants) is not None:
             resident = min(config.lora.resident or tenants.slots, tenants.slots)
             flags |= {"max_loras": resident, "max_cpu_loras": tenants.slots}
+            if not cpu:
+                # Many requests are in flight: one process schedules them while another prepares the GPU's next step.
+                # It takes longer to start.
+                flags["distributed_executor_backend"] = "mp"
         flags["lora_target_modules"] = checks.adapted_modules(config.model.name, experts=not cpu)
     if (kind := config.quantization) is not None:
         # Of a model on the hub vLLM finds out by itself.

@@ -245,6 +245,27 @@ class Held:
     slot: compat.AdapterSlot | None = None  # versions are adapters: vLLM cannot load full weights beside them
 
 
+class Stall:
+    """The time from now on in which the engine cannot compute; on a GPU not before the step ends that it computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._began = time.perf_counter()
+        self._computed = self._event() if device.type == "cuda" else None
+
+    def seconds(self) -> float:
+        if self._computed is None:
+            return time.perf_counter() - self._began
+        end = self._event()
+        end.synchronize()
+        return self._computed.elapsed_time(end) / 1e3
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
 class WeightsExtension:
     """vLLM's worker extension, which it mixes into its worker: all names begin with `prime_`, as none may exist there.
 
@@ -322,16 +343,16 @@ class WeightsExtension:
         Beside adapters the base model stays loaded: for it, the adapter is set to zeros.
 
         Returns the state "loaded" and the weights `served`; or the progress of staging, not "ready": nothing was
-        changed. `blocked`: seconds of the engine's time.
+        changed. `blocked`: seconds that the engine could not compute.
 
         After a failure on any rank the model is unusable until all have loaded another version. The adapter of a rank
         that failed is zeros, those of others may be the new one.
         """
-        began, progress = time.perf_counter(), dict[str, Any]()
+        stall, progress = Stall(self.device), dict[str, Any]()
         if stage:
             progress = self.prime_stage(number, directory, identity["hash"], *stage)
             if progress["state"] != "ready":
-                return progress | {"blocked": time.perf_counter() - began}
+                return progress | {"blocked": stall.seconds()}
         held = self.prime_held[number]
         staging, slot = held.staging, held.slot
         if slot is not None and "adapter" not in identity:
@@ -366,7 +387,7 @@ class WeightsExtension:
                         torch.cuda.current_stream(self.device).synchronize()
         self.prime_unstage(number)
         held.identity = identity
-        return progress | {"state": "loaded", "served": identity, "blocked": time.perf_counter() - began}
+        return progress | {"state": "loaded", "served": identity, "blocked": stall.seconds()}
 
     def prime_served(self, number: int = compat.ADAPTER) -> Identity | None:
         """The weights that this rank serves under a number; None for those it was started with."""

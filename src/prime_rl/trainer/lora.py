@@ -54,8 +54,9 @@ class Slots:
         if not self.grouped:
             (self.active,) = rows
             return
-        end_N = torch.tensor([rows.get(slot, 0) for slot in range(self.count)]).cumsum(0, dtype=torch.int32)
-        self.end_N = (end_N.pin_memory() if device.type == "cuda" else end_N).to(device, non_blocking=True)
+        self.end_N = torch.zeros(self.count, dtype=torch.int32, device=device)
+        for slot, count in rows.items():  # by the device alone, so that a CUDA graph may contain it
+            self.end_N[slot:] += count
 
 
 class _Adapter(nn.Module):

@@ -377,6 +377,7 @@ def learning_rate(config: SchedulerConfig, lr: float, step: int, max_steps: int 
     return config.min_lr + (lr - config.min_lr) * weight
 
 
+@torch.no_grad()  # with gradients enabled, `to_local` is an autograd function of its own
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     """Scale all gradients so that their joint 2-norm is at most `max_norm`; return the norm before, [] on the device.
 
@@ -384,7 +385,7 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     host more than all of this costs the device.
     """
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    local = [local_part(grad) for grad in grads]
     norm = torch.nn.utils.get_total_norm(local, foreach=True)
     if grads and isinstance(grads[0], DTensor):
         squared = norm.square()

@@ -1,8 +1,8 @@
 """The trainer's half of the logprob check: score the fixed prompt with every version that it commits.
 
-Between two steps this must be short: uncompiled blocks are so many kernels that the GPU would wait for the next step
-(32 ms of 619: Qwen3-0.6B, one 16k document a micro-batch, H200). Nothing waits for the device before the result of
-`ReferenceScorer.score` is called, by the thread that commits the version.
+Between two steps this must be short. A forward pass of so few tokens costs the host much more than the GPU (70 ms of
+each step of a shared trainer's tenant, Qwen3-0.6B on an H200), so one GPU replays it as a CUDA graph. Nothing waits for
+the device before the result of `ReferenceScorer.score` is called, by the thread that commits the version.
 """
 
 import math
@@ -13,11 +13,12 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import nn
+from loguru import logger
+from torch import Tensor, nn
 
-from prime_rl.errors import UserError
+from prime_rl.errors import UserError, one_line
 from prime_rl.trainer import lora, moe
-from prime_rl.trainer.model import Policy
+from prime_rl.trainer.model import Policy, SingleRankUnit
 from prime_rl.trainer.packing import Document, collate, pads_to, pinned, to_device
 from prime_rl.trainer.parallel import ToHost, World, local_part
 from prime_rl.trainer.parameters import is_adapter
@@ -55,6 +56,12 @@ class ReferenceScorer:
             if (serve is None or is_adapter(name) == (serve == "adapter")) and parameter not in summed
             if (torch.float32 if parameter in routers else computed).itemsize > exported.itemsize
         ]
+        alone = world.device.type == "cuda" and all(isinstance(unit, SingleRankUnit) for unit in policy.units)
+        # What is rounded or merged meanwhile would keep its memory in the graph.
+        self._replays = alone and not (self._rounded or self._merged)
+        self._compiled = False  # blocks are, for this number of tokens
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._replayed: Tensor | None = None  # logprobs [L] of the graph's last replay
 
     @torch.no_grad()
     def score(self, *, as_exported: bool = True, compiled: bool = False) -> Callable[[], LogprobReference]:
@@ -64,6 +71,18 @@ class ReferenceScorer:
             as_exported: Round the weights to the exported dtype meanwhile. The base model is not exported.
             compiled: Blocks may be compiled for this, too: there has been a step.
         """
+        replays = self._replays and self._compiled and as_exported
+        self._compiled |= compiled
+        if replays and self._graph is None:
+            self._capture()
+        if self._graph is not None and as_exported:
+            self._graph.replay()
+            assert self._replayed is not None
+            return partial(finite_reference, self._tokens, ToHost(self._replayed))
+        return partial(finite_reference, self._tokens, ToHost(self._forward(as_exported, compiled)))
+
+    def _forward(self, as_exported: bool, compiled: bool) -> Tensor:
+        """Return the fixed prompt's logprobs [L], on the device."""
         try:
             merge = lora.merged(self._policy, self._exported if self._merged and as_exported else None)
             with _blocks(compiled), merge, self._rounding(self._rounded if as_exported else []):
@@ -72,7 +91,24 @@ class ReferenceScorer:
             # Without a backward pass the gathered weights would stay, and the next forward would use them.
             for unit in self._policy.units:
                 unit.reshard()
-        return partial(finite_reference, self._tokens, ToHost(logprobs))
+        return logprobs
+
+    def _capture(self) -> None:
+        """Capture what `_forward` of compiled blocks enqueues. The masters keep their memory, which it reads."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                # Other threads write versions and checkpoints meanwhile.
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self._replayed = self._forward(True, True)
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:  # a model that waits for the device
+            self._replays = False
+            logger.info("the logprob check's forward pass cannot be a CUDA graph: {}", one_line(error))
+        else:
+            self._graph = graph
 
     @contextmanager
     def _rounding(self, parameters: list[nn.Parameter]) -> Iterator[None]:
