@@ -6,7 +6,7 @@ import time
 import pytest
 
 from prime_rl.errors import UserError
-from prime_rl.wait import WaitTimeout, wait, wait_async, within
+from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait, wait_async, within
 
 SUBJECT = {"subject": "weights/step_3", "owner": "trainer"}
 LATE = "no weights/step_3 from trainer after 0 s"
@@ -34,7 +34,7 @@ def test_it_looks_until_it_finds_or_is_late(kind, monkeypatch):
         monkeypatch.setattr(time, "sleep", pauses.append)
         run(after(3), poll=0)
         run(lambda: 7)
-        assert pauses == [0.05] * 3
+        assert pauses == [LEAST_POLL_SECONDS] * 3
 
 
 async def test_an_asynchronous_wait_lets_others_run():

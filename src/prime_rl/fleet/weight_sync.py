@@ -29,7 +29,7 @@ from prime_rl.processes import backoff_seconds
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.incarnations import PublishedVersions
 from prime_rl.transport.protocol import BASE, continues_from, first_lease, lease_after_load, lease_before_load
-from prime_rl.wait import wait_async
+from prime_rl.wait import LEAST_POLL_SECONDS, wait_async
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from prime_rl.orchestrator.orchestrator import Orchestrator
     from prime_rl.orchestrator.scheduler import Scheduler, Start
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = LEAST_POLL_SECONDS  # an idle engine waits for what is found
 PROBE_SECONDS = 5.0  # between two probes of all replicas
 RETRY_SECONDS = 1.0  # before the second attempt; then twice that, and so on
 MAX_RETRY_SECONDS = 15.0  # between two attempts to bring a replica back, while others are ready
