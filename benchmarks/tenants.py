@@ -1,10 +1,11 @@
-"""Tenants that share a trainer and a server, against runs of the same work one after the other.
+"""Tenants that share a trainer and a server, against one that has them for itself.
 
     uv run --group cpu python benchmarks/tenants.py --tenants 2 --json benchmarks/results/tenants_cpu.json
-    python benchmarks/tenants.py --device cuda --model 0.6B --json tenants.json     # one GPU
+    nvidia-cuda-mps-control -d                                                      # one GPU, processes side by side
+    python benchmarks/tenants.py --device cuda --model 0.6B --tokens 128 --batch-sizes 16 32 64 --json tenants.json
 
-Each tenant, and each run, trains LoRA on reverse-text with the default options of `rl`. Runs one after the other have
-the rate of one of them, so one is measured. The rate is that of steady state: samples that were trained from the fifth
+One deployment, in which first one tenant trains LoRA on reverse-text for some steps, and then all of them do. Runs one
+after the other have the rate of one of them. The rate is that of steady state: samples that were trained from the fifth
 step of the last tenant to get there until the first one's last. On a GPU the weights are random; nothing is learned.
 """
 
@@ -15,12 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from machine import describe_gpus, describe_machine
-from rl_runs import REPOSITORY, run_rl
+from rl_runs import REPOSITORY
 from steps import write_random_model
 
 from prime_rl.monitor import read_metrics
@@ -35,89 +37,70 @@ def main() -> None:
     parser.add_argument("--tenants", type=int, default=4)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--model", help="a shape (0.6B), with random weights (default: the bundled tiny model)")
-    parser.add_argument("--model-dir", type=Path, help="where its weights are, or are written")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64])
     parser.add_argument("--tokens", type=int, default=32, help="of a reply, at most")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds of each run")
-    parser.add_argument("--part", choices=("alone", "together"), help="measure one alone; the other is in --json")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, in all")
     parser.add_argument("--scratch", type=Path, help="where the runs stay (default: nowhere)")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
+    result: dict[str, Any] = {
+        "machine": describe_machine() | {"gpus": describe_gpus() if arguments.device == "cuda" else []},
+        "command": " ".join(sys.argv),
+    }
     with tempfile.TemporaryDirectory() as name:
         scratch, model = arguments.scratch or Path(name), REPOSITORY / "assets/tiny-reverse"
         scratch.mkdir(parents=True, exist_ok=True)
         if arguments.model:
-            model = arguments.model_dir or scratch / "model"
-            if not (model / "config.json").is_file():
-                write_random_model(model, arguments.model)
-        row = {
-            "machine": describe_machine() | {"gpus": describe_gpus() if arguments.device == "cuda" else []},
-            "command": " ".join(sys.argv),
-            "tenants": arguments.tenants,
-        }
-        if arguments.part is not None and arguments.json.exists():
-            row = json.loads(arguments.json.read_text()) | row
-        for part, measure in (("alone", measure_alone), ("together", measure_tenants)):
-            if arguments.part in (None, part):
-                row[part] = measure(arguments, model, scratch)
-    if row.keys() >= {"alone", "together"}:
-        row["times"] = row["together"]["samples_per_second"] / row["alone"]["samples_per_second"]
-    arguments.json.write_text(json.dumps(row, indent=1) + "\n")
-    print(json.dumps(row, indent=1))
+            model = scratch / "model"
+            write_random_model(model, arguments.model)
+        for row in measure(arguments, model, scratch):
+            result.setdefault("rows", []).append(row)
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+            print(json.dumps(row, indent=1), flush=True)
 
 
-def of_deployment(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """Options of `rl`, and of `rl tenants`."""
-    options = {"device": arguments.device, "model.name": model, "trainer.lora.rank": 16}
-    options |= {"trainer.seq-len": 16384 if arguments.device == "cuda" else 1024, "inference.max-model-len": 768}
-    return options if arguments.device == "cuda" else options | {"inference.fork-engine": "true"}
-
-
-def of_tenant(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options of an orchestrator."""
-    return {
-        "batch-size": arguments.batch_size,
-        "rollouts-per-example": 8,
-        "seq-len": 768,
-        "sampling.max-tokens": arguments.tokens,
-        "environment.id": "reverse-text",
-        "filter-zero-advantage": "false",  # random weights are rewarded alike
-    }
-
-
-def measure_alone(arguments: argparse.Namespace, model: Path, scratch: Path) -> dict[str, Any]:
-    options = of_deployment(arguments, model) | {"max-steps": arguments.steps, "trainer.optim.lr": 1e-5}
-    options |= {f"orchestrator.{name}": value for name, value in of_tenant(arguments).items()}
-    began = time.time()
-    run_rl(options, scratch / "alone", ["--share-gpus"] * (arguments.device == "cuda"), arguments.timeout)
-    return summarize([scratch / "alone"], began)
-
-
-def measure_tenants(arguments: argparse.Namespace, model: Path, scratch: Path) -> dict[str, Any]:
-    began, output_dir, processes = time.time(), scratch / "together", []
-    deployment = of_deployment(arguments, model) | {
-        "output-dir": output_dir,
-        "trainer.tenants.slots": arguments.tenants,
-    }
-    own = of_tenant(arguments) | {"model.name": model, "max-steps": arguments.steps, "tenant.optim.lr": 1e-5}
+def measure(arguments: argparse.Namespace, model: Path, scratch: Path) -> Iterator[dict[str, Any]]:
+    """Yield one row for each number of samples in a step."""
+    output_dir, deadline, processes = scratch / "deployment", time.time() + arguments.timeout, []
+    options = {"device": arguments.device, "model.name": model, "output-dir": output_dir, "trainer.lora.rank": 16}
+    options |= {"trainer.tenants.slots": arguments.tenants, "inference.max-model-len": 768}
+    options |= {"trainer.seq-len": 16384} if arguments.device == "cuda" else {"trainer.seq-len": 1024}
+    more = ["--share-gpus"] if arguments.device == "cuda" else ["--inference.fork-engine"]
     try:
-        more = ["--share-gpus"] * (arguments.device == "cuda")
-        processes.append(start(["rl", "tenants"], deployment, more, scratch / "deployment.log"))
+        processes.append(start(["rl", "tenants"], options, more, scratch / "deployment.log"))
         ready = output_dir / "settings" / "trainer.json"
         wait(ready.exists, subject=str(ready), owner="rl tenants", seconds=120)
-        for number in range(arguments.tenants):
-            options = own | {"tenant.join": output_dir, "tenant.name": f"t{number}", "seed": number}
-            processes.append(start(["orchestrator"], options, [], scratch / f"t{number}.log"))
-        for process in processes[1:]:
-            if process.wait(max(began + arguments.timeout - time.time(), 1.0)) != 0:
-                logs = [path.read_text()[-2000:] for path in sorted(scratch.glob("*.log"))]
-                sys.exit("a tenant failed:\n" + "\n".join(logs))
+        for batch_size in arguments.batch_sizes:
+            row: dict[str, Any] = {"samples_of_a_step": batch_size, "tenants": arguments.tenants}
+            for part, count in (("alone", 1), ("together", arguments.tenants)):
+                names = [f"{part}-{batch_size}-{number}" for number in range(count)]
+                own = {
+                    "model.name": model,
+                    "max-steps": arguments.steps,
+                    "tenant.optim.lr": 1e-5,
+                    "tenant.join": output_dir,
+                    "batch-size": batch_size,
+                    "rollouts-per-example": 8,
+                    "seq-len": 768,
+                    "sampling.max-tokens": arguments.tokens,
+                    "environment.id": "reverse-text",
+                    "filter-zero-advantage": "false",  # random weights are rewarded alike
+                }
+                for seed, name in enumerate(names):
+                    options = own | {"tenant.name": name, "seed": seed}
+                    processes.append(start(["orchestrator"], options, [], scratch / f"{name}.log"))
+                for process in processes[1:]:
+                    if process.wait(max(deadline - time.time(), 1.0)) != 0:
+                        logs = [path.read_text()[-2000:] for path in sorted(scratch.glob("*.log"))]
+                        sys.exit("a tenant failed:\n" + "\n".join(logs))
+                del processes[1:]
+                row[part] = summarize([output_dir / "tenants" / name for name in names])
+            yield row | {"times": row["together"]["samples_per_second"] / row["alone"]["samples_per_second"]}
     finally:
         for process in reversed(processes):
             process.send_signal(signal.SIGINT)
             process.wait(60)
-    return summarize([output_dir / "tenants" / f"t{number}" for number in range(arguments.tenants)], began)
 
 
 def start(command: list[str], options: dict[str, Any], more: list[str], log: Path) -> "subprocess.Popen[bytes]":
@@ -128,8 +111,8 @@ def start(command: list[str], options: dict[str, Any], more: list[str], log: Pat
         return subprocess.Popen([*argv, *more], cwd=REPOSITORY, stdout=out, stderr=out)
 
 
-def summarize(directories: list[Path], began: float) -> dict[str, Any]:
-    """Return the rates of runs that go on at the same time, and what they took from the first start to the last end."""
+def summarize(directories: list[Path]) -> dict[str, Any]:
+    """Return the rate of tenants that go on at the same time, and what their steps wait for."""
     runs = [[row for row in read_metrics(metrics_path(path, "trainer")) if "time/step" in row] for path in directories]
     first, last = max(rows[WARM - 1]["time"] for rows in runs), min(rows[-1]["time"] for rows in runs)
     counted = [row for rows in runs for row in rows if first < row["time"] <= last]
@@ -142,8 +125,7 @@ def summarize(directories: list[Path], began: float) -> dict[str, Any]:
     return {
         "samples_per_second": samples / (last - first),
         "steps_counted": len(counted),
-        "whole_seconds": max(rows[-1]["time"] for rows in runs) - began,
-        "queued": sum(row.get("tenant/queued", 0.0) for row in counted) / len(counted),
+        "queued": sum(row["tenant/queued"] for row in counted) / len(counted),
         "waits_for_batch": sum(row["time/wait_for_batch"] for row in counted) / len(counted),
     }
 

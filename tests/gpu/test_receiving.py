@@ -149,7 +149,7 @@ def test_what_is_received_is_what_was_published(publish, backend, subscriber, mo
 
 def test_other_bytes_are_rejected(trainer, subscriber):
     """Contract: the checksums are of what the GPU holds; one byte that is not the version's, and nobody gets it."""
-    with pytest.raises(ExchangeError, match=r"4\.c"):
+    with pytest.raises(ExchangeError, match="what was received is not"):
         receive(trainer.publish(1, spoil=True), subscriber)
 
 
