@@ -205,12 +205,7 @@ def nearest(root: type[Section], keys: Keys) -> Keys | None:
     initials = {name: "".join(part[:1] for part in name.split("_")) for name in names}
     longer = [name for name in names if name.startswith(word) or initials[name].startswith(word)] if word[1:] else []
     close = sorted(longer, key=len) or difflib.get_close_matches(word, names, n=1, cutoff=0.7)
-    if close:
-        return (*keys[:start], *names[close[0]])
-    # A dict has keys of its own: only its name can be compared.
-    dicts = [one.keys[start] for one in settings(root) if one.keys[:-1] == generic(keys[:start]) and one.takes(dict)]
-    similar = difflib.get_close_matches(keys[start], dicts, n=1, cutoff=0.7)
-    return (*keys[:start], *similar, *keys[start + 1 :]) if similar else None
+    return (*keys[:start], *names[close[0]]) if close else None
 
 
 def is_index(key: str) -> bool:

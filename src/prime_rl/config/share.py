@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from prime_rl.config.base import Problem, check
+from prime_rl.config.base import Problem, check, is_index
 from prime_rl.config.loader import ABSENT, SECTIONS_OF_RL, Entry, Table, in_section, spell
 from prime_rl.config.shared import CkptConfig, MonitorConfig, host_in_url, same_server
 
@@ -100,32 +100,25 @@ def share_seq_len(table: Table, keys: list[str]) -> Iterator[Problem | None]:
 def share_tracker(table: Table, key: str, section: str) -> Iterator[Problem | None]:
     """Copy a tracker of the top, such as `wandb`, into the monitor of a section, which may differ from it by a stronger
     source."""
-    place = f"{section}.monitor.{key}"
-    top, own = table.entry(key), table.entry(place)
-    if top.value is ABSENT:
-        return
-    # Off is written at the top of a resolved file, too, beside monitors that are on.
-    decided = top.value is not None or top.kind == "option"
-    if own.value is ABSENT or (top.precedence > own.precedence and None in (own.value, top.value)):
-        table.set(place, Entry(top.value))
-    elif top.precedence == own.precedence and decided and (own.value is None) != (top.value is None):
-        states = ("off", "on") if top.value is None else ("on", "off")
-        yield Problem(f"{key} is {states[0]} but {place} is {states[1]}", key, place)
-    if table.entry(place).value is None:
-        return
-    for name in [keys[-1] for keys in table.entries if keys and ".".join(keys[:-1]) == key]:
-        top, own = table.entry(f"{key}.{name}"), table.entry(f"{place}.{name}")
-        if name == "log_extras":
-            yield from share_tracker(table, f"{key}.{name}", section)
+    for keys in [keys for keys in table.entries if keys[:1] == (key,) and not is_index(keys[-1])]:
+        place = (section, "monitor", *keys)
+        top, own = table.entry(keys), table.entry(place)
+        is_in_tracker = len(keys) > 1
+        if is_in_tracker and not isinstance(table.entry(place[:-1]).value, dict):  # which is off
             continue
-        if name in ("name", "id") and top.value is not None:
+        if keys[-1] in ("name", "id") and top.value is not None:
             top = top._replace(value=f"{top.value}-{section}")
+        # Off is written at the top of a resolved file, too, beside monitors that are on.
+        decided = top.value is not None or top.kind == "option" or is_in_tracker
+        if isinstance(top.value, dict) and isinstance(own.value, dict):
+            continue  # on in both: what is in them is shared one by one
         if own.value is ABSENT or top.precedence > own.precedence:
-            table.set(f"{place}.{name}", top)
-            for index, item in enumerate(table.items((*key.split("."), name))):
-                table.set(f"{place}.{name}.{index}", top._replace(value=item))
-        elif top.precedence == own.precedence and not same(own.value, top.value):
-            yield contradiction(table, f"{key}.{name}", f"{place}.{name}")
+            table.set(place, top)
+            items = table.items(keys) if isinstance(top.value, list) else []
+            for index, item in enumerate(items):
+                table.set((*place, str(index)), top._replace(value=item))
+        elif top.precedence == own.precedence and decided and not same(own.value, top.value):
+            yield contradiction(table, ".".join(keys), ".".join(place))
 
 
 def agree_on_address(table: Table, client: str) -> Problem | None:

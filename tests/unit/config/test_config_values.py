@@ -297,11 +297,11 @@ rl @ on --trainer @ off
 rl --wandb.project p --trainer.monitor.wandb.project q
   trainer.monitor.wandb.project is q but wandb.project is p
 rl --wandb.project p --trainer.monitor.wandb None
-  wandb is on but trainer.monitor.wandb is off
+  trainer.monitor.wandb is None but wandb is on
 rl --wandb.log-extras --trainer.monitor.wandb.no-log-extras
-  wandb.log_extras is on but trainer.monitor.wandb.log_extras is off
+  trainer.monitor.wandb.log_extras is None but wandb.log_extras is on
 rl --no-wandb --trainer.monitor.wandb
-  wandb is off but trainer.monitor.wandb is on
+  trainer.monitor.wandb is on but wandb is None
 rl --inference.server.port 8001 --orchestrator.client.base-url http://localhost:8002/v1
   orchestrator.client.base_url is http://localhost:8002/v1 but inference.server listens on localhost:8001
 rl --inference --orchestrator.client.base-url http://10.0.0.1:8000/v1
@@ -511,7 +511,6 @@ OLDER = [
     ("rl --ckpt.path there", "--ckpt.output-dir there", "trainer.ckpt.output_dir"),
     ("rl --orchestrator.client.port 1", "--orchestrator.client.base-url http://localhost:1/v1",
      "orchestrator.client.base_url"),
-    ("rl --inference.server.port http://localhost:8001", "--inference.server.port 8001", "inference.server.port"),
     ("orchestrator @ older", "client.base_url http://localhost:8001/v1", "client.base_url"),
 ]  # fmt: skip
 
