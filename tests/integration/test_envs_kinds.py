@@ -154,7 +154,7 @@ async def test_classic_faults_are_outcomes(world):
     engine = world.engine
     raised = await world.run("raises")
     assert raised.outcome is Outcome.ERRORED
-    assert "reward function 'likeness': ValueError: no reward today" in raised.message
+    assert "reward function 'likeness': ValueError: no reward today (" in raised.message
     unweighed = await world.run("no-length")
     assert (unweighed.outcome, unweighed.reward, unweighed.metrics["length"]) == (Outcome.OK, 2.0, 0.0)
     assert (await world.run("nan")).outcome is Outcome.INVALID

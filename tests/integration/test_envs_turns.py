@@ -11,7 +11,7 @@ import pytest
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
 from prime_rl.envs.verifiers_v1 import VerifiersEnv
-from support.environments import write_environments
+from support.environments import SOURCES, write_environments
 from support.fake_engine import FakeEngine, assert_exact
 
 
@@ -83,3 +83,15 @@ async def test_a_task_longer_than_the_context(tiny_model: Path) -> None:
         assert str(length) in result.message
     async with world(tiny_model, args={"words": ["x" * 300]}, context=length) as (engine, env):
         assert (await run(engine, env, max_tokens=None)).outcome is Outcome.PROMPT_TOO_LONG
+
+
+@pytest.mark.parametrize(("of", "code"), [("env_good", "float(trace.num_turns)"), ("env_words", "task.data.answer")])
+async def test_code_that_raises_is_named(of: str, code: str, tiny_model: Path, tmp_path: Path) -> None:
+    """Contract: what a reward function or an environment's `run` raises is told with file and line, and no more."""
+    source = SOURCES[of].replace(code, "{}['score']")
+    write_environments(tmp_path, {f"raises_in_{of}": source})
+    line = source[: source.index("{}['score']")].count("\n") + 1
+    async with world(tiny_model, f"raises-in-{of}") as (engine, env):
+        result = await run(engine, env)
+    assert result.outcome is Outcome.ERRORED
+    assert result.message.endswith(f": KeyError: 'score' ({tmp_path}/raises_in_{of}.py:{line})")

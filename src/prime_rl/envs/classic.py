@@ -202,7 +202,7 @@ def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
             value = func(*args, **kwargs)
             return float(await value if inspect.isawaitable(value) else value)  # bounded: by the episode's deadline
         except Exception as error:
-            message = f"reward function {func.__name__!r}: {ids.describe(error)}"
+            message = f"reward function {func.__name__!r}: {ids.report(error)}"
             _RAISED.get().append(message)  # bounded: of the context, waits for nothing
             raise
 

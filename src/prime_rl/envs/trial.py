@@ -88,15 +88,10 @@ async def _try(env: Any, setup: Setup, pipe: int) -> None:
     from renderers.base import RenderedTokens
 
     raised: Any = list[BaseException]()
-    # Functions that receive each exception as their last argument; wrapped to record it.
-    hooks: list[tuple[Any, str]] = [(ids, "describe")]
-    if not isinstance(env.tasks[0], dict):  # of verifiers.v1
-        hooks += [(sys.modules["verifiers.v1.rollout"].Rollout, "fail"), (sys.modules["verifiers.v1.env"], "_as_error")]
-        # Tool servers are subprocesses, which the trial may not start.
+    if not isinstance(env.tasks[0], dict):  # of verifiers.v1: tool servers are subprocesses, which it may not start
         type(env.tasks[0]).toolsets = type(env._env.taskset).toolsets = lambda *_: []
-    for owner, name in hooks:
-        call = getattr(owner, name)
-        setattr(owner, name, lambda *args, call=call: (raised.append(args[-1]), call(*args))[1])
+    describe = ids.describe  # which is told of each exception
+    ids.describe = lambda error: (raised.append(error), describe(error))[1]
     text, turns, faults = "", 0, set[str]()
 
     async def generate(*_: Any, **__: Any) -> dict[str, Any]:
@@ -122,11 +117,8 @@ async def _try(env: Any, setup: Setup, pipe: int) -> None:
                 result = await env.run(Run(0, "trial", index, env.task_ids[index], {}, 0, "http://trial/v1", SECONDS))
                 if result.ok or not raised:
                     os._exit(0)
-                error = raised[0]
-                while error.__cause__ is not None and type(error).__module__.startswith("verifiers."):
-                    error = error.__cause__
-                faults.add(ids.describe(error))
-                if len(faults) > 1 or not _is_certain(error, turns, before):
+                faults.add(describe(raised[0]))
+                if len(faults) > 1 or not _is_certain(raised[0], turns, before):
                     os._exit(0)
         os.write(pipe, "".join(faults).encode(errors="replace"))
         os._exit(0)

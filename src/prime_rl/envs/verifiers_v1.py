@@ -14,6 +14,7 @@ import random
 import re
 import sys
 from array import array
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Self
@@ -24,6 +25,7 @@ from multidict import CIMultiDict
 from pydantic import ValidationError
 from pydantic._internal import _fields
 from renderers.base import ParsedToolCall, ToolCallParseStatus
+from verifiers.v1 import env as vf_env
 from verifiers.v1 import runtimes
 from verifiers.v1.clients import Client
 from verifiers.v1.clients.client import SESSION_ID_HEADER
@@ -38,7 +40,17 @@ from verifiers.v1.utils.version import verifiers_commit
 
 from prime_rl.envs.conversation import CallFailed, EngineClient, arguments_of, request_settings
 from prime_rl.envs.convert import CONTEXT_FULL, Message, classify, convert, opening
-from prime_rl.envs.ids import Broken, LoadError, check_arguments, describe, find, import_module, module_name, unique
+from prime_rl.envs.ids import (
+    Broken,
+    LoadError,
+    check_arguments,
+    describe,
+    find,
+    import_module,
+    module_name,
+    report,
+    unique,
+)
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Run, Setup
 from prime_rl.envs.tools import MALFORMED_CALL, SERVER_SECONDS, Toolbox, ToolRuntime, check
 
@@ -65,6 +77,27 @@ _CHAT = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect)
 # episode's processor time. verifiers' table of runtimes has no place for another one.
 _fields.takes_validated_data_argument = functools.cache(_fields.takes_validated_data_argument)  # type: ignore[assignment]
 runtimes.SubprocessRuntime = ToolRuntime
+
+
+def _with_place(record: Callable[..., vf.Error | None]) -> Callable[..., vf.Error | None]:
+    """The same recorder of an error (its last argument), whose message says what `report` does of the error that the
+    environment raised."""
+
+    @functools.wraps(record)
+    def recorded(*args: Any) -> vf.Error | None:
+        made, error = record(*args), args[-1]
+        kept = args[0].errors[-1] if made is None else made
+        if not isinstance(error, vf.RolloutError):
+            kept.message = report(error)
+        elif (cause := error.__cause__) and (text := f"{type(cause).__name__}: {cause}") in kept.message:
+            kept.message = kept.message.replace(text, report(cause))
+        return made
+
+    return recorded
+
+
+vf.Trace.record_error = _with_place(vf.Trace.record_error)  # type: ignore[method-assign, assignment]
+vf_env._as_error = _with_place(vf_env._as_error)  # type: ignore[assignment]
 
 
 class VerifiersEnv:
