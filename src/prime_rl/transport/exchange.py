@@ -54,6 +54,7 @@ NCCL_BLOCK_BYTES = 256 << 20
 _BLOCKS_IN_FLIGHT = 3  # by NCCL
 _CTAS = 4  # multiprocessors for a transfer: 100 GB/s between two H100s, and the engine keeps the other 128
 _MESSAGE_BYTES = 1 << 16
+_HELLO_SECONDS = 10.0  # from a connection to the token: a stranger who dribbles would keep a thread for ever
 _POLL_SECONDS = 1e-3  # between two looks at whether a GPU is done
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 _CLOSED = "the other side has closed the connection"
@@ -253,7 +254,13 @@ class Publisher:
 
     def _choose(self, channel: Channel) -> str:
         """Return the fastest backend for a worker that knows the token. NCCL does not connect a GPU with itself."""
-        hello = channel.receive()
+        cut_off = threading.Timer(_HELLO_SECONDS, channel.cut_off)
+        cut_off.daemon = True
+        cut_off.start()
+        try:
+            hello = channel.receive()
+        finally:
+            cut_off.cancel()
         if not hmac.compare_digest(str(hello.get("token")).encode(errors="replace"), self._token.encode()):
             channel.send(error="the publisher does not know this token: another run's trainer listens there")
             raise ExchangeError("somebody asked for weights without knowing the token")

@@ -137,6 +137,27 @@ def test_strangers_disturb_nobody(words, publisher, buffer):
         connecting.result(30)
 
 
+def test_a_stranger_who_dribbles_is_cut_off(publisher, buffer, monkeypatch):
+    """Contract: without the token nobody keeps a thread of the publisher by sending now and then, and workers do not
+    notice; one who gave it in time is not cut off."""
+    monkeypatch.setattr(exchange, "_HELLO_SECONDS", 0.5)
+    subscriber = Subscriber()
+    receive(manifest(publisher), subscriber)
+    with socket.create_connection(("127.0.0.1", publisher.address().port), 0.05) as stranger:
+        for _ in range(400):  # each within the deadline of a single wait
+            try:
+                stranger.sendall(b"0")
+                if stranger.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except OSError:  # reset
+                break
+        else:
+            pytest.fail("the stranger is still connected")
+    assert torch.equal(receive(manifest(publisher), subscriber), buffer)
+
+
 class Held:
     """The first block of a version: it `began` to be sent, and goes out when it `may`."""
 
