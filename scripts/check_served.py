@@ -101,7 +101,7 @@ def prepare(types: list[str]) -> None:
         return
     log.setup("warning", "check_served")
     config = InferenceConfig(model=InferenceModel(name=str(TOKENIZER)))
-    os.environ.update(server.environment(config, compat.installed_engine()))
+    os.environ.update(server.environment(config, compat.require_engine()))
     for module in ("entrypoints.cli.serve", "entrypoints.llm", "v1.engine.core", "v1.worker.cpu_worker"):
         import_module(f"vllm.{module}")
     from vllm.model_executor.models import registry

@@ -110,7 +110,7 @@ def subscriber():
 
 def receive(directory: Path, subscriber: Subscriber, place: str = "device") -> Staging:
     read = Staging(directory, weights_manifest(directory).hash, SERVER, subscriber)
-    read.wait(SECONDS)
+    assert read.answer(SECONDS)["state"] == "ready"
     assert read.place == place
     return read
 

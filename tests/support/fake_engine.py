@@ -271,17 +271,13 @@ class PolicyEngine(FakeEngine):
         import torch  # takes a second, which only this needs
 
         from prime_rl.inference.staging import Staging
-        from prime_rl.transport.exchange import ExchangeError, Subscriber
+        from prime_rl.transport.exchange import Subscriber
 
         self._subscriber = self._subscriber or Subscriber()
         staging = Staging(manifest.directory, manifest.hash, torch.device("cpu"), self._subscriber)
-        try:
-            staging.wait(60.0)
-        except ExchangeError as error:
-            return str(error)
-        finally:
-            staging.drop()
-        return None
+        answer = staging.answer(60.0)
+        staging.drop()
+        return answer.get("why")
 
     async def _reload(self, request: web.Request) -> web.Response:
         self._served = dict(self._base)

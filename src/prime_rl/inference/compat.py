@@ -72,9 +72,9 @@ def plugin_allowlist() -> str:
     return ",".join([*sorted(names), PLUGIN])
 
 
-def release_flags(engine: Engine | None) -> dict[str, Any]:
+def release_flags(engine: Engine) -> dict[str, Any]:
     """Return flags that only one release knows and needs: without this one the token route of 0.31 answers 403."""
-    return {} if engine is not None and engine.version == EARLIER else {"enable_scale_out": True}
+    return {} if engine.version == EARLIER else {"enable_scale_out": True}
 
 
 def why_no_choices(engine: Engine, *, prefix_caching: bool, pipeline: int) -> str | None:

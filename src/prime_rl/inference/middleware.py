@@ -45,9 +45,7 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        path, root = str(scope["path"]), str(scope.get("root_path", ""))
-        if root and path.startswith(f"{root}/"):  # a prefix that a proxy has added (`[vllm] root_path`)
-            path = path[len(root) :]
+        path = str(scope["path"])
         try:
             name = await self._tenant(scope, path)
             CURRENT_TENANT.set(name)

@@ -17,7 +17,7 @@ from prime_rl.config.inference import ADAPTER_RANKS
 from prime_rl.errors import UserError
 from prime_rl.importing import quick_imports
 from prime_rl.inference import checks, compat
-from prime_rl.inference.checks import local_model, read_json, tiny_cache_gib, visible_gpus, weights_gib
+from prime_rl.inference.checks import local_model, tiny_cache_gib, weights_gib
 from prime_rl.monitor import Status, log
 from prime_rl.redact import is_secret
 from prime_rl.transport.settings import check_and_commit, dry_path
@@ -36,6 +36,7 @@ _REJECTED = {
     "api_key": "the key is given by VLLM_API_KEY or --api-key",
     "api_server_count": "one process answers: start more servers, which client.base_url lists",
     "worker_extension_cls": "the weight routes need their own",
+    "root_path": "paths are served as they are named: have the proxy remove its prefix",
     **dict.fromkeys(("host", "port", "uds"), "where the server listens is set by [server]"),
 }
 _ELSEWHERE = (
@@ -107,14 +108,13 @@ def run(config: InferenceConfig) -> None:
 
 def dry_run(config: InferenceConfig) -> None:
     """Only print what would be started and write the resolved config; vLLM's parser sees `[vllm]`. Raises as `run`."""
-    engine = compat.installed_engine()
+    engine = compat.require_engine()
     argv = arguments(config, engine)
-    if config.vllm and engine is not None:
+    if config.vllm:
         compat.parse_arguments(engine, argv, config.vllm)
     path = dry_path(config.output_dir, "inference")
     write_toml(config, path)
-    installed = f"vLLM {engine.release} ({engine.device})" if engine else compat.INSTALL_HINT
-    sys.stdout.write(f"engine       {installed}\n")
+    sys.stdout.write(f"engine       vLLM {engine.release} ({engine.device})\n")
     for name, value in sorted(environment(config, engine).items()):
         sys.stdout.write(f"environment  {name}={shlex.quote(value)}\n")
     sys.stdout.write(f"vllm serve   {shlex.join(argv)}\nconfig       {path}\n")
@@ -139,14 +139,12 @@ def guarded_host(config: InferenceConfig) -> str:
     )
 
 
-def on_cpu(config: InferenceConfig, engine: compat.Engine | None) -> bool:
-    """Whether to serve on CPU: as asked, else what the installed vLLM was built for, else what the machine has."""
-    if config.device != "auto":
-        return config.device == "cpu"
-    return not visible_gpus(os.environ) if engine is None else engine.device == "cpu"
+def on_cpu(config: InferenceConfig, engine: compat.Engine) -> bool:
+    """Whether to serve on CPU: as asked, else what the installed vLLM was built for."""
+    return (engine.device if config.device == "auto" else config.device) == "cpu"
 
 
-def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str]:
+def arguments(config: InferenceConfig, engine: compat.Engine) -> list[str]:
     """Return vLLM's argument list. `[vllm]` of the config wins over everything chosen here.
 
     Raises UserError if a setting in `[vllm]` would break the weight routes or hold a secret, or as `guarded_host`.
@@ -188,11 +186,8 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
                 # It takes longer to start.
                 flags["distributed_executor_backend"] = "mp"
         flags["lora_target_modules"] = checks.adapted_modules(config.model.name, experts=not cpu)
-    if (kind := config.quantization) is not None:
-        # Of a model on the hub vLLM finds out by itself.
-        already = model is not None and "quantization_config" in read_json(model / "config.json")
-        # vLLM's name for quantizing weights whose files are not quantized.
-        flags["quantization"] = "fp8_per_tensor" if kind == "fp8" and not already else kind
+    # vLLM's name for quantizing weights whose files are not; quantized files need no option.
+    flags["quantization"] = "fp8_per_tensor" if config.quantization == "fp8" else config.quantization
     if config.headless:
         flags["headless"] = True
     else:
@@ -241,7 +236,7 @@ def to_argv(flags: dict[str, Any]) -> list[str]:
     return argv
 
 
-def environment(config: InferenceConfig, engine: compat.Engine | None) -> dict[str, str]:
+def environment(config: InferenceConfig, engine: compat.Engine) -> dict[str, str]:
     """Variables to set before vLLM is imported, unless the user has set them."""
     values = {
         "VLLM_NO_USAGE_STATS": "1",

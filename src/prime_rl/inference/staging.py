@@ -48,7 +48,6 @@ Identity = dict[str, Any]  # {"version", "hash", "weight_dir"}, of an adapter "a
 THREADS = min(max(len(os.sched_getaffinity(0)) // 2, 4), 8)  # that read a version's files; a worker shares its cores
 SPARE = 2  # the host's free memory must be this many times the buffer: others need some, too
 SPARE_BYTES = 1 << 30  # that must stay free on the device beside a buffer, or as much again if that is less
-STAGE_SECONDS = 600.0  # to wait for staging in a load; the server has asked before, so that nothing is under way
 
 
 class DroppedError(Exception):
@@ -112,14 +111,6 @@ class Staging:
             return {"state": "failed", "why": why, "retry": isinstance(error, ExchangeError | OSError)}
         return {"state": "ready", "place": self.place, "seconds": self.seconds}
 
-    def wait(self, seconds: float) -> None:
-        """Return once the version is staged. Raises UserError after `seconds`, or what staging failed with."""
-        self._thread.join(seconds)
-        if self._thread.is_alive():
-            raise UserError(f"{self.directory} could not be read within {seconds:.0f} s")
-        if self._error is not None:
-            raise self._error
-
     def drop(self) -> None:
         """Stop reading and free the memory, at once or after the present block."""
         self._dropped.set()
@@ -130,7 +121,7 @@ class Staging:
         try:
             with self._side_stream():
                 self.memory = self._stage()
-        except Exception as error:  # noqa: BLE001 - raised by `wait`
+        except Exception as error:  # noqa: BLE001 - in `answer`
             traceback.clear_frames(error.__traceback__)  # they refer to the buffer, as those of its causes do
             for cause in (error.__cause__, error.__context__):
                 traceback.clear_frames(cause.__traceback__ if cause is not None else None)
@@ -364,27 +355,27 @@ class WeightsExtension:
             self.prime_reload(Path(directory))
         elif (str(staging.directory), staging.digest) != (directory, identity["hash"]):
             raise RuntimeError(f"{staging.directory} was staged, not {directory}")
+        elif staging.answer()["state"] != "ready":
+            raise RuntimeError(f"{directory} is not staged")
+        elif staging.place == "nowhere":
+            self.prime_reload(staging.manifest().files)
+            staging.manifest()  # else it was committed anew while it was read
         else:
-            staging.wait(STAGE_SECONDS)
-            if staging.place == "nowhere":
-                self.prime_reload(staging.manifest().files)
-                staging.manifest()  # else it was committed anew while it was read
-            else:
-                try:
-                    tensors = self.prime_tensors(staging, identity)
-                    if slot is not None:
-                        in_place = slot.load(dict(tensors), identity["adapter"])  # else vLLM may keep the tensors
-                        # It is filled again by versions that are staged here and come from a publisher.
-                        held.memory = staging.memory if in_place and stage and stage[-1] is not None else None
-                    else:
-                        self.prime_reload(tensors)
-                except Exception:
-                    if slot is not None:
-                        slot.clear()
-                    raise
-                finally:  # the staged memory is freed or filled again next
-                    if self.device.type == "cuda":
-                        torch.cuda.current_stream(self.device).synchronize()
+            try:
+                tensors = self.prime_tensors(staging, identity)
+                if slot is not None:
+                    in_place = slot.load(dict(tensors), identity["adapter"])  # else vLLM may keep the tensors
+                    # It is filled again by versions that are staged here and come from a publisher.
+                    held.memory = staging.memory if in_place and stage and stage[-1] is not None else None
+                else:
+                    self.prime_reload(tensors)
+            except Exception:
+                if slot is not None:
+                    slot.clear()
+                raise
+            finally:  # the staged memory is freed or filled again next
+                if self.device.type == "cuda":
+                    torch.cuda.current_stream(self.device).synchronize()
         self.prime_unstage(number)
         held.identity = identity
         return progress | {"state": "loaded", "served": identity, "blocked": stall.seconds()}

@@ -74,6 +74,9 @@ NODE_FLAGS = {"--" + name.replace("_", "-"): str(value) for name, value in NODES
         (CUDA, {"lora": {"tenants": {"slots": 3}}},
          {"--max-loras": "3", "--distributed-executor-backend": "mp"}, set()),
         (CPU, {"lora": {"tenants": {"slots": 3}}}, {"--max-loras": "3"}, {"--distributed-executor-backend"}),
+        # `fp8` gets vLLM's name for quantizing at every load.
+        (CUDA, {"quantization": "fp8"}, {"--quantization": "fp8_per_tensor"}, set()),
+        (CUDA, {"quantization": "fp8_per_block"}, {"--quantization": "fp8_per_block"}, set()),
         (CUDA, {"model": {"trust_remote_code": True}}, {"--trust-remote-code": None}, set()),
         # Two nodes of eight GPUs: the first serves, the second runs engines only.
         (CUDA, NODES, NODE_FLAGS, {"--headless"}),
@@ -109,17 +112,6 @@ def test_recurrent_models_on_a_cpu(tmp_path: Path) -> None:
     for text, off in (('{"text_config": {"linear_key_head_dim": 8}}', True), ('{"head_dim": 8}', False)):
         (tmp_path / "config.json").write_text(text)
         assert ("--no-enable-prefix-caching" in flags(CPU, model={"name": str(tmp_path)})) == off
-
-
-def test_fp8_of_unquantized_weights(tmp_path: Path) -> None:
-    """Contract: `fp8` gets vLLM's name for quantizing at every load; a model that is quantized keeps vLLM's own."""
-    (tmp_path / "config.json").write_text("{}")
-    for model in ("org/m", str(tmp_path)):
-        assert flags(model={"name": model}, quantization="fp8")["--quantization"] == "fp8_per_tensor"
-    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
-    for name in ("fp8", "fp8_per_block"):
-        assert flags(model={"name": str(tmp_path)}, quantization=name)["--quantization"] == name
-    assert "--quantization" not in flags()
 
 
 @pytest.mark.parametrize(
@@ -166,6 +158,7 @@ def test_other_hosts_need_a_key(host: str) -> None:
         ({"data-parallel-hybrid-lb": True}, "vllm.data_parallel_hybrid_lb: .* servers of their own"),
         ({"api_server_count": 2}, "vllm.api_server_count"),
         ({"worker-extension-cls": "x"}, "vllm.worker_extension_cls"),
+        ({"root_path": "/v1"}, "vllm.root_path"),
         ({"enable-chunked-prefill": True}, "vllm.enable_chunked_prefill"),
     ],
 )

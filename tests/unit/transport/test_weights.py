@@ -113,5 +113,5 @@ def test_writers_and_readers_agree(small_chunks, tmp_path):
     assert {name: entry.xxh3 for name, entry in hash_directory(directory).items()} == want
 
     read = Staging(directory, weights_manifest(directory).hash, torch.device("cpu"), Subscriber())
-    read.wait(60.0)
+    assert read.answer(60.0)["state"] == "ready"
     assert {name: by_hand(tensor.numpy().tobytes()) for name, tensor in read.tensors} == want
