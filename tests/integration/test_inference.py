@@ -106,8 +106,7 @@ async def test_requests_in_flight_survive_an_update(server: InferenceServer, cha
     async with httpx.AsyncClient(base_url=server.root, timeout=120) as client:
         params = [{"max_tokens": length} | ({"seed": i} if i % 2 else {}) for i in range(count)]
         requests = [
-            asyncio.create_task(client.post("/inference/v1/generate", json=request(server, chat_prompt, **p)))
-            for p in params
+            asyncio.create_task(client.post("/v1/generate", json=request(server, chat_prompt, **p))) for p in params
         ]
         await until_running(client, count)
         response = await client.post("/update_weights", json={"weight_dir": str(directory), "version": 12})
@@ -151,13 +150,29 @@ async def test_a_client_that_goes_away_ends_its_request(server: InferenceServer,
         assert await metric(client, "generation_tokens_total") - before < length
 
 
+async def test_a_pause_outlasts_an_update(server: InferenceServer, chat_prompt: list[int]) -> None:
+    """Contract: while a client has paused the server requests wait, also across a weight update, until it resumes."""
+    directory = commit(server.weights_root, 13, server.model, perturbed(server.model, seed=3))
+    async with httpx.AsyncClient(base_url=server.root, timeout=120) as client:
+        assert (await client.post("/pause")).json() == {"paused": True}
+        task = asyncio.create_task(client.post("/v1/generate", json=request(server, chat_prompt, temperature=0.0)))
+        update_response = await client.post("/update_weights", json={"weight_dir": str(directory), "version": 13})
+        assert update_response.status_code == 200, update_response.text
+        await asyncio.sleep(0.3)
+        assert not task.done()
+        assert (await client.post("/resume")).json() == {"paused": False}
+        got = parse(await task)
+    expected = reference(directory, chat_prompt, got.tokens)
+    assert float((torch.tensor(got.logprobs) - expected).abs().max()) <= TOLERANCE
+
+
 async def test_seeds_are_safe_and_repeatable(server: InferenceServer, chat_prompt: list[int]) -> None:
     """Contract: concurrent long prompts with seeds do not kill a CPU engine; a seed alone decides what is sampled."""
     longest = server.get("/v1/models").json()["data"][0]["max_model_len"] - 16
     prompts = [(chat_prompt * 400)[: longest - i] for i in range(48)]  # far more tokens together than one batch holds
     async with httpx.AsyncClient(base_url=server.root, timeout=120) as client:
         bodies = [request(server, p, seed=7 + i, max_tokens=16) for i, p in enumerate(prompts)]
-        answers = await asyncio.gather(*(client.post("/inference/v1/generate", json=body) for body in bodies))
+        answers = await asyncio.gather(*(client.post("/v1/generate", json=body) for body in bodies))
     assert {answer.status_code for answer in answers} == {200}
     once, twice = (sample(server, prompts[0], seed=5) for _ in range(2))
     assert once.tokens == twice.tokens
@@ -289,8 +304,9 @@ def test_malformed_requests_are_refused(server: InferenceServer, body: dict[str,
 
 
 def test_rollouts_are_sampled_as_by_the_token_route(server: InferenceServer, chat_prompt: list[int]) -> None:
-    """Contract: /v1/sample gives the token route's tokens, log-probabilities, finish reason; a stop string is found, a
-    request that it does not do or that vLLM refuses is a 400 that says what is wrong."""
+    """Contract: /v1/sample and its alias /v1/generate give the token route's tokens, log-probabilities, finish reason;
+    a stop string is found, a request that it does not do or that vLLM refuses is a 400 that says what is wrong."""
+    assert sample(server, chat_prompt, "/v1/generate", temperature=0.0) == sample(server, chat_prompt, temperature=0.0)
     seeded = {"temperature": 0.7, "top_k": 5, "seed": 3}
     for params in ({"temperature": 0.0}, seeded, {"temperature": 0.0, "ignore_eos": False}):
         assert sample(server, chat_prompt, "/v1/sample", **params) == sample(server, chat_prompt, **params)

@@ -107,7 +107,7 @@ async def test_a_key_is_for_its_tenant_alone(join: Join, server: InferenceServer
     for path in ("/v1/sample", "/weights"):
         why = (401, "this server serves tenants: a request needs a tenant's key")
         assert error(server.post(path, request(server, PROMPT))) == why
-    for path in ("/leave", "/metrics"):
+    for path in ("/pause", "/resume", "/leave", "/metrics"):
         why = (403, "a tenant's key is not for this route: it needs the server's own")
         assert error(one.server.post(path, {})) == why
     chat = {"messages": [{"role": "user", "content": "x"}], "temperature": 0.0, "max_tokens": 9}

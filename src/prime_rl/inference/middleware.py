@@ -12,12 +12,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from prime_rl.inference.tenancy import CURRENT_TENANT, Tenancy
 from prime_rl.inference.version_files import Rejected
 
-LEAVE = "/leave"  # for all tenants at a time
+ADMINISTRATIVE = ("/leave", "/pause", "/resume")  # for all tenants at a time
 WEIGHTS = ("/update_weights", "/reload_weights", "/weights")  # of several tenants: the one's that asks
 
 OPEN = ("/health", "/ping")  # for launchers and load balancers, which have no key
 SERVED = {
-    *OPEN, *WEIGHTS, LEAVE, "/metrics", "/version", "/load", "/tokenize", "/detokenize",
+    *OPEN, *WEIGHTS, *ADMINISTRATIVE, "/metrics", "/version", "/load", "/tokenize", "/detokenize",
     "/tokenizer_info", "/invocations", "/generative_scoring", "/docs", "/docs/oauth2-redirect", "/redoc",
     "/openapi.json",
 }  # fmt: skip
@@ -82,7 +82,7 @@ class Guard:
             raise Rejected(404, "no such route here; docs/guides/security.md lists those that are served")
         if self._tenancy is not None and name is None and path in WEIGHTS:
             raise Rejected(403, "this server's weights are its tenants': the route needs a tenant's key")
-        if self._tenancy is not None and path == LEAVE and not self._keys:
+        if self._tenancy is not None and path in ADMINISTRATIVE and not self._keys:
             raise Rejected(403, "this server serves tenants: the route needs the server's own key (VLLM_API_KEY)")
         return name
 

@@ -4,7 +4,9 @@
         workers report it after the load; POST /reload_weights too
     GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "loads", "engines", "leaving"}, and of a tenant
         {"engine_share", "waiting"}: its part of the engine over the last minutes, and its requests that wait for it
+    POST /pause -> {"paused"}, POST /resume likewise: requests in flight are kept; an update pauses by itself
     POST /leave -> {"leaving"}: orchestrators give this server no new episodes, and let it go once those in flight ended
+    POST /v1/generate, an alias of /inference/v1/generate
     POST /v1/sample {"token_ids", "sampling_params", "cache_salt", "model"} -> vLLM's answer of /inference/v1/generate
 
 Errors: `{"error": {"message", "code"}}`. A 4xx means that nothing changed. `middleware` asks for the API key.
@@ -31,10 +33,12 @@ from typing import Annotated, Any
 import numpy as np
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from loguru import logger
 from pydantic import BaseModel, ConfigDict, Field
 
 from prime_rl import faults
+from prime_rl.errors import UserError
 from prime_rl.inference import compat, middleware
 from prime_rl.inference.checks import model_directory
 from prime_rl.inference.engine_watch import watch_engine
@@ -47,7 +51,7 @@ from prime_rl.inference.version_files import TURN_SECONDS, Adapters, Rejected
 from prime_rl.monitor import Status
 from prime_rl.transport.tenants import tenant_dir
 
-SAMPLE_ROUTE = "/v1/sample"
+TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE = "/inference/v1/generate", "/v1/generate", "/v1/sample"
 FOLLOW_SECONDS = 60.0
 STOP_SECONDS = 20.0  # from a signal to the end, at most; vLLM's own time for requests in flight comes on top
 _SAMPLING_PARAMETERS = {
@@ -116,6 +120,14 @@ def _answer(request: Request, service: WeightService, served: dict[str, Any], **
     state, name = request.app.state, CURRENT_TENANT.get()  # bounded: ContextVar.get does not block
     more |= {"engines": service.engines, "leaving": state.prime_leaving, "models": state.prime_models}
     return served | more | ({} if name is None else state.prime_tenancy.usage(name))
+
+
+@router.post("/pause")
+@router.post("/resume")
+async def pause(request: Request, service: Service) -> dict[str, Any]:
+    paused = request.scope["route"].path == "/pause"
+    await service.pause(paused)
+    return {"paused": paused}
 
 
 @router.post("/leave")
@@ -233,6 +245,11 @@ class PrimeRoutes:
         # It ends when its client goes away: vLLM drops a request whose generator is cancelled.
         app.add_api_route(SAMPLE_ROUTE, with_cancellation(sample), methods=["POST"])
         app.add_exception_handler(Rejected, answer_rejected)
+        route = next((route for route in app.routes if isinstance(route, APIRoute) and route.path == TOKEN_ROUTE), None)
+        if route is None:
+            raise UserError(f"this vLLM has no token route {TOKEN_ROUTE}")
+        kept = {"dependencies": route.dependencies, "response_model": route.response_model}
+        app.add_api_route(TOKEN_ALIAS, route.endpoint, methods=sorted(route.methods), **kept)
         self._app = app
         self._config = plugin_config()  # None without a server: when vLLM writes its API's description
 

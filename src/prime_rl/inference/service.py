@@ -116,6 +116,7 @@ class WeightService:
         self._lock = asyncio.Lock()  # bounded: `_run_exclusively` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
         self._boot, self._loads = secrets.token_hex(8), 0
+        self._paused_by_client = False
         self._broken: str | None = None  # why the weights are unusable
         self.failures = 0  # how often they became so
         self.loading = asyncio.Lock()  # bounded: held for a load, whose outcome says what replies of that time are
@@ -171,6 +172,18 @@ class WeightService:
     async def reload(self) -> WeightUpdate:
         """Serve the base weights again; as `update`."""
         return await self._run_exclusively(self._reload)
+
+    async def pause(self, paused: bool) -> None:
+        """Stop generating, keeping requests in flight, or resume. An update is possible then and does not resume."""
+
+        async def action(_: WeightUpdate) -> None:
+            self.check_usable()
+            if paused:
+                await self._stop()
+            self._paused_by_client = paused
+            await self._resume_if_usable()
+
+        await self._run_exclusively(action)
 
     def stop(self) -> None:
         """Cancel all changes, since the engine is ending; their clients are answered."""
@@ -328,8 +341,8 @@ class WeightService:
             raise
 
     async def _resume_if_usable(self) -> None:
-        """Resume, unless the weights are unusable: a forward pass would kill the engine."""
-        if self._broken is not None:
+        """Resume, unless a client paused the engine or its weights are unusable: a forward pass would kill it."""
+        if self._paused_by_client or self._broken is not None:
             return
         try:
             async with _engine_call("resume", PAUSE_SECONDS):

@@ -341,7 +341,8 @@ async def test_a_failed_load_leaves_the_engine_paused(engine: FakeEngine, servic
         service.update(directory, 1), "step_1 could not be loaded, nothing is sampled .*: prime_load failed", 500
     )
     assert engine.calls == [*UPDATE, "prime_unstage"]
-    await rejected(service.served(), "could not be loaded", 500)
+    for action in (service.served(), service.pause(True), service.pause(False)):
+        await rejected(action, "could not be loaded", 500)
     engine.fail = {"pause"}
     await rejected(service.update(directory, 1), "did not pause", 503)
     assert "resume" not in engine.calls

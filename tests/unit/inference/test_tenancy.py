@@ -97,9 +97,9 @@ async def test_keys_are_for_their_routes(tmp_path: Path, keys: tuple[str, ...]) 
         assert {(await server.post(key, path))[0] for key in ("", "wrong", a[:-1])} == {401}, path
         assert (await server.post(b, path))[0] == 200, path
         assert not keys or (await server.post("admin", path))[0] == (403 if "weights" in path else 200), path
-    for path in ("/leave", "/metrics", "/docs"):
+    for path in ("/pause", "/resume", "/leave", "/metrics", "/docs"):
         assert (await server.post(a, path))[0] == 403, path
-        closed = not keys and path == "/leave"
+        closed = not keys and path in ("/pause", "/resume", "/leave")
         assert (await server.post("".join(keys), path))[0] == (403 if closed else 200), path
     assert ((await server.post(a, "/v1/load_lora_adapter"))[0], (await server.post("", "/health"))[0]) == (404, 200)
     thief = tenant_dir(tmp_path, "0")
