@@ -144,7 +144,7 @@ def _inference_config(model: Path, run: Path, output_dir: Path, settings: Mappin
     }  # fmt: skip
     if (model / ADAPTER_CONFIG).is_file():
         adapter = read_adapter_config(model)
-        lora = {"max_rank": adapter["r"], "tenants": None}
+        lora = {"max_rank": adapter["r"], "tenants": None, "resident": None}
         values |= {"model.name": adapter["base_model_name_or_path"], "lora": lora}
     return from_files(InferenceConfig, *[path for path in paths if path.is_file()][:1], **values | dict(settings))
 

@@ -27,9 +27,9 @@ PROMPT = list(range(20, 40))
 Join = Callable[..., AdapterRun]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[InferenceServer]:
-    lora = {"max_rank": 8, "tenants": {"slots": 3}}
+@pytest.fixture(scope="module", params=[{}, {"resident": 2}], ids=["resident", "paged"])
+def server(request: Any, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[InferenceServer]:
+    lora = {"max_rank": 8, "tenants": {"slots": 3}, **request.param}
     directory = tmp_path_factory.mktemp("tenants") / "server"
     with launch_server(directory, tiny_model, {"lora": lora, "max_model_len": 256}) as launched:
         yield launched
@@ -64,8 +64,8 @@ def error(response: httpx.Response) -> tuple[int, str]:
 
 async def test_each_tenant_gets_its_own_adapter(join: Join, server: InferenceServer, tmp_path: Path) -> None:
     """Contract: while all tenants' requests are in the engine, each one's have the log-probabilities of its own merged
-    weights, on all routes; a load of one changes nothing of the others, in flight or not; version 0 is the base
-    model."""
+    weights, on all routes, also where adapters are paged; a load of one changes nothing of the others, in flight or
+    not; version 0 is the base model."""
     tenants = [join(rank=rank) for rank in (8, 4, 8)]
     first, *others = tenants
     jobs = [

@@ -43,6 +43,7 @@ class AdaptersConfig(Section):
 
     max_rank: int = option(16, "Largest rank of an adapter.", ge=1, le=ADAPTER_RANKS[-1])
     tenants: TenantsConfig | None = option(None, "Whose adapters are served (None: those of one run).")
+    resident: PositiveInt | None = option(None, "Most tenants' adapters in the engine, by last use (None: all).")
 
 
 class InferenceConfig(BaseConfig):

@@ -205,10 +205,13 @@ ADAPTER = 1  # vLLM's number of the only adapter; tenants' are numbered from her
 class AdapterSlot:
     """The memory in which a worker's layers keep an adapter. Versions after the first are copied to it at once: vLLM's
     own way packs and copies layer by layer, which takes six times as long. Raises RuntimeError as `load`.
+
+    Where not all adapters are resident vLLM activates those of a step, from copies in the host's memory.
     """
 
     def __init__(self, runner: Any, number: int = ADAPTER) -> None:
         self._runner, self._manager, self._number = runner, runner.lora_manager._adapter_manager, number
+        self._resident = self._manager.capacity == self._manager.lora_slots
         self._key: tuple[Any, ...] = ()
         self._targets: list[Any] = []  # where each tensor goes; none: vLLM's way has to be taken
         self._scaled: list[Any] = []  # of them those of B
@@ -245,20 +248,22 @@ class AdapterSlot:
             unpacked = "get_rename_mapper" if require_engine().version == PINNED else "get_unstacked_mapper"
             names = getattr(names, unpacked)()
         dtype = self._manager.lora_config.lora_dtype
-        more = {"device": str(self._runner.device), "dtype": dtype, "weights_mapper": names}
+        device = str(self._runner.device) if self._resident else "cpu"
+        more = {"device": device, "dtype": dtype, "weights_mapper": names}
         adapter = LoRAModel.from_lora_tensors(self._number, dict(tensors), helper, **more)
         self._put(adapter)
         parallel = self._runner.vllm_config.parallel_config
         if parallel.pipeline_parallel_size == 1 and (left := adapter.loras.keys() - self._manager.modules):
             raise RuntimeError(f"vLLM has no layer for the adapter of {min(left)}")
-        if parallel.world_size == 1:
+        if parallel.world_size == 1 and self._resident:
             self._find(tensors, helper.r, names)
         return bool(self._targets)
 
     def _put(self, adapter: Any) -> None:
         self._manager.remove_adapter(self._number)
         self._manager.add_adapter(adapter)
-        self._manager.activate_adapter(self._number)
+        if self._resident:
+            self._manager.activate_adapter(self._number)
 
     def _find(self, tensors: Mapping[str, Any], rank: int, names: Any) -> None:
         """Find where the tensors were copied to; not of experts, nor of layers that are packed in other ways."""

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
+TURN_SECONDS = 10.0  # least time that a tenant's adapter stays resident while another tenant waits
 MEMORY_SECONDS = 300.0  # time constant of the exponential average of a share
 
 T = TypeVar("T")
@@ -18,13 +19,16 @@ class FairShare(Generic[T]):
 
     Args:
         limits: Largest share of `most` by tenant.
+        resident: Most tenants in flight at a time. One that waits takes the place of another after its turn.
     """
 
-    def __init__(self, most: int, weights: Mapping[str, float], limits: Mapping[str, float]) -> None:
-        self._most, self._weights = most, weights
-        self._limits = {name: max(1, int(limit * most)) for name, limit in limits.items()}
+    def __init__(
+        self, most: int, weights: Mapping[str, float], limits: Mapping[str, float], resident: float = math.inf
+    ) -> None:
+        self._most, self._weights, self._limits, self._resident = most, weights, limits, resident
         self.in_flight: Counter[str] = Counter()
         self._waiting: defaultdict[str, deque[T]] = defaultdict(deque)
+        self._since: dict[str, float] = {}  # when each tenant in flight was first admitted
         # Weighted admissions by tenant, and those of the tenant admitted last, with which newcomers start.
         self._passes, self._pass = dict[str, float](), 0.0
         # Request-seconds in flight by tenant, exponentially averaged, until `_now`.
@@ -57,17 +61,25 @@ class FairShare(Generic[T]):
     def _admit(self, now: float) -> list[T]:
         self._advance(now)
         admitted = []
-        while self.in_flight.total() < self._most and (name := self._next()) is not None:
+        while self.in_flight.total() < self._most and (name := self._next(now)) is not None:
+            if not self.in_flight[name]:
+                self._since[name] = now
             self.in_flight[name] += 1
             self._pass = self._passes[name]
             self._passes[name] += 1 / self._weights.get(name, 1.0)
             admitted.append(self._waiting[name].popleft())
         return admitted
 
-    def _next(self) -> str | None:
+    def _next(self, now: float) -> str | None:
+        inside = {name for name, count in self.in_flight.items() if count}
         waiting = [name for name, tickets in self._waiting.items() if tickets]
-        admissible = [name for name in waiting if self.in_flight[name] < self._limits.get(name, self._most)]
-        return min(admissible, key=self._order, default=None)
+        if len(inside) >= self._resident:
+            outside = sum(name not in inside for name in waiting)
+            past = sorted((since, name) for name in inside if now - (since := self._since[name]) >= TURN_SECONDS)
+            inside -= {name for _, name in past[:outside]}
+            waiting = [name for name in waiting if name in inside]
+        limits = {name: max(1, int(self._limits.get(name, 1.0) * self._most)) for name in waiting}
+        return min((name for name in waiting if self.in_flight[name] < limits[name]), key=self._order, default=None)
 
     def _order(self, name: str) -> tuple[float, float]:
         return self.in_flight[name] / self._weights.get(name, 1.0), self._passes[name]

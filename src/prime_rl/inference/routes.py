@@ -23,6 +23,7 @@ import asyncio
 import base64
 import faulthandler
 import json
+import math
 import os
 import secrets
 import sys
@@ -284,7 +285,7 @@ class PrimeRoutes:
                 return make_service(tenant_dir(config.output_dir, name) / "weights", number=number)
 
             most = engine_client.vllm_config.scheduler_config.max_num_seqs * engines
-            share = FairShare[Any](most, tenants.weights, tenants.limits)
+            share = FairShare[Any](most, tenants.weights, tenants.limits, lora.resident or math.inf)
             state.prime_tenancy = tenancy = Tenancy(config.output_dir, tenants.slots, share, start)
         if lora is not None:
             find = service.adapter if tenancy is None else tenancy.adapter

@@ -180,7 +180,8 @@ def arguments(config: InferenceConfig, engine: compat.Engine) -> list[str]:
         room = next(rank for rank in ADAPTER_RANKS if rank >= config.lora.max_rank)
         flags |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
         if (tenants := config.lora.tenants) is not None:
-            flags["max_loras"] = tenants.slots
+            resident = min(config.lora.resident or tenants.slots, tenants.slots)
+            flags |= {"max_loras": resident, "max_cpu_loras": tenants.slots}
             if not cpu:
                 # Many requests are in flight: one process schedules them while another prepares the GPU's next step.
                 # It takes longer to start.

@@ -396,7 +396,7 @@ class WeightsExtension:
         if (lora := self.vllm_config.lora_config) is not None:
             if self.device.type == "cpu":
                 compat.use_whole_products(self.model_runner)
-            for number in range(compat.ADAPTER, compat.ADAPTER + lora.max_loras):
+            for number in range(compat.ADAPTER, compat.ADAPTER + lora.max_cpu_loras):
                 self.prime_held[number].slot = compat.AdapterSlot(self.model_runner, number)
         return follow(server)
 

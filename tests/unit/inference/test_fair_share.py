@@ -1,5 +1,6 @@
 """Which tenant gets the engine, by a simulated one."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -7,18 +8,19 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.inference.fair_share import FairShare
+from prime_rl.inference.fair_share import TURN_SECONDS, FairShare
 
 NAMES = "abcd"
 WEIGHTS, LIMITS = {"a": 2.0, "b": 0.5}, {"c": 0.5, "d": 0.01}
+RESIDENT = st.sampled_from([1, 2, math.inf])
 EVENTS = st.lists(st.tuples(st.sampled_from(["ask", "end", "hang up"]), st.sampled_from(NAMES), st.integers(0, 99)))
 
 
 class SharedEngine:
     """Requests are numbers."""
 
-    def __init__(self, most: int, limits: Mapping[str, float] = LIMITS) -> None:
-        self.share, self.now = FairShare[int](most, WEIGHTS, limits), 0.0
+    def __init__(self, most: int, resident: float = math.inf, limits: Mapping[str, float] = LIMITS) -> None:
+        self.share, self.now = FairShare[int](most, WEIGHTS, limits, resident), 0.0
         self.names, self.running, self.admitted = list[str](), list[int](), Counter[str]()
 
     def ask(self, name: str) -> int:
@@ -39,11 +41,11 @@ class SharedEngine:
 
 
 @settings(max_examples=200)
-@given(st.integers(1, 6), EVENTS)
-def test_every_order_of_requests(most: int, events: list[tuple[str, str, int]]) -> None:
-    """Contract: never more in flight than `most`, or than a tenant's limit; none waits where neither is reached; shares
-    are those of time; each is admitted once, or leaves."""
-    engine, waiting, spent = SharedEngine(most), set[int](), Counter[str]()
+@given(st.integers(1, 6), RESIDENT, EVENTS)
+def test_every_order_of_requests(most: int, resident: float, events: list[tuple[str, str, int]]) -> None:
+    """Contract: never more in flight than `most`, a tenant's limit, or of more tenants than are resident; none waits
+    where none of these is reached; shares are those of time; each is admitted once, or leaves."""
+    engine, waiting, spent = SharedEngine(most, resident), set[int](), Counter[str]()
     limits = {name: max(1, int(LIMITS.get(name, 1) * most)) for name in NAMES}
 
     def check() -> None:
@@ -53,7 +55,8 @@ def test_every_order_of_requests(most: int, events: list[tuple[str, str, int]]) 
         assert Counter({name: engine.share.waiting(name) for name in NAMES}) == engine.count(waiting)
         assert running <= Counter(limits)
         assert running.total() <= most
-        if running.total() < most:
+        assert len(running) <= resident
+        if running.total() < most and len(running) < resident:
             assert all(running[name] == limits[name] for name in engine.count(waiting))
 
     for what, name, number in events:
@@ -75,11 +78,11 @@ def test_every_order_of_requests(most: int, events: list[tuple[str, str, int]]) 
     assert not waiting
 
 
-@given(st.integers(1, 5), st.sampled_from("ad"), st.randoms(use_true_random=False))
-def test_nobody_starves(most: int, last: str, random: Any) -> None:
+@given(RESIDENT, st.integers(1, 5), st.sampled_from("ad"), st.randoms(use_true_random=False))
+def test_nobody_starves(resident: float, most: int, last: str, random: Any) -> None:
     """Contract: who asks waits for a bounded number of the others' requests, however many wait, whichever end first,
     and whoever had the engine alone before."""
-    engine = SharedEngine(most, {})
+    engine = SharedEngine(most, resident, {})
     for _ in range(100):
         engine.leave(engine.ask("a"))
     for name in ("bcd" if last == "a" else "abc") * 40:
@@ -87,6 +90,7 @@ def test_nobody_starves(most: int, last: str, random: Any) -> None:
     ticket = engine.ask(last)
     for _ in range(40):
         if ticket not in engine.running:
+            engine.now += TURN_SECONDS / 4
             engine.leave(random.choice(engine.running))
     assert ticket in engine.running
 
@@ -95,7 +99,7 @@ def test_weights_and_limits() -> None:
     """Contract: while all wait the engine's requests are shared as the weights say, also where it takes one at a time;
     what is beyond a limit is the others'."""
     for most, limits, parts in ((1, {}, (16, 4, 8, 8)), (36, {}, (16, 4, 8, 8)), (36, {"a": 0.1}, (3, 7, 13, 13))):
-        engine = SharedEngine(most, limits)
+        engine = SharedEngine(most, limits=limits)
         for name in NAMES * 1000:
             engine.ask(name)
         for _ in range(900):
