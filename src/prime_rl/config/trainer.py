@@ -239,6 +239,7 @@ class TrainerModel(ModelConfig):
     head_chunk: PositiveInt | None = option(None, "Tokens whose logits exist at the same time (None: as many as fit).")
     reshard_after_forward: bool | None = option(None, "Free gathered parameters until backward (None: as memory asks).")
     dp_replicate: PositiveInt = option(1, "Groups of ranks, each of which shards a whole copy (HSDP).")
+    moe_aux_loss: NonNegativeFloat = option(0.0, "Weight of the loss that balances the experts' load (0: none).")
     moe_bias_update: NonNegativeFloat = option(0.0, "Step of routers' correction biases to the mean load (0: none).")
 
 
@@ -366,6 +367,7 @@ class TrainerConfig(TrainingConfig, RecoverableRun):
             yield conflict(lora is None or lora.serve != "adapter", f"{adapts}: give <lora>, with serve = adapter")
             yield conflict(lora and lora.experts, f"{adapts} of linear layers: leave <lora.experts> out")
             yield conflict(lora and lora.dropout, "<lora.dropout> draws from one generator for all <tenants>: set 0")
+            yield conflict(self.model.moe_aux_loss, "<model.moe_aux_loss> has no effect with <tenants>: leave it out")
             yield conflict(lora and lora.adapter, "<tenants> begin with new adapters: leave <lora.adapter> out")
             yield conflict(fake or self.bench, "<tenants> bring rollouts: leave data.fake and bench out", "data.fake")
             yield conflict(self.ckpt, "<tenants> have checkpoints of their own: leave <ckpt> out")

@@ -198,7 +198,7 @@ class Policy(nn.Module):
         tokens = torch.full((), batch.tokens, device=batch.input_ids.device) if self.sparse else None
         for number, block in enumerate(self.sparse):
             block.router.replayed = None if batch.experts is None else batch.experts[number]
-            block.experts.tokens = tokens
+            block.router.tokens = block.experts.tokens = tokens
         if isinstance(self, FSDPModule) and torch.is_grad_enabled():
             # A fused loss forms the head's gradients here; an embedding's need no weight. Holds for the next backward.
             self.set_unshard_in_backward(in_two_passes)
@@ -359,7 +359,7 @@ def build_policy(
     beside = adapters.Slots(slots, grouped=slots > 1 and world.device.type == "cuda")
     if lora is not None:
         adapters.add_adapters(lm, lora, source.name, dtype, beside)
-    routing.set_up_balance(lm, moe.moe_blocks(lm), config.moe_bias_update, world.device)
+    routing.set_up_balance(lm, moe.moe_blocks(lm), config, world.device)
     memory = plan_memory(config, lm, world, itemsize=dtype.itemsize, tokens=tokens, optim=optim, published=published)
     settings = memory.settings
     kept |= routing.KEPT | recurrent_kernels.KEPT

@@ -79,8 +79,8 @@ def mix(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weight_TK: Tensor) -
     the hidden layer, not the output: the same sum (cheaper if I < H), and backward keeps no expert outputs.
     """
     count, (tokens, k) = experts.num_experts, chosen_TK.shape
-    if experts.count_E is not None:  # assigned, not added: backward may recompute a block
-        experts.count_E[:] = routing.multi_hot(chosen_TK, count, experts.tokens).sum(0)
+    if experts.count_F is not None:  # assigned, not added: backward may recompute a block
+        experts.count_F[:-1] = routing.multi_hot(chosen_TK, count, experts.tokens).sum(0)
     sorted_S, order_S = chosen_TK.flatten().to(torch.int32).sort(stable=True)
     numbers = torch.arange(count, device=sorted_S.device, dtype=torch.int32)
     end_E = torch.searchsorted(sorted_S, numbers, right=True, out_int32=True)

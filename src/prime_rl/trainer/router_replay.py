@@ -48,7 +48,8 @@ def _probe_top_k(router: Any, name: str) -> int:
     tensors = (*router.named_parameters(), *router.named_buffers())
     values = {key: torch.rand(tensor.shape, generator=draw) for key, tensor in tensors}
     width = next(parameter.shape[1] for parameter in router.parameters() if parameter.ndim == 2)
-    inputs = [torch.rand(8, width, generator=draw)]
+    inputs, loss_scale = [torch.rand(8, width, generator=draw)], router.loss_scale
+    router.loss_scale = None  # an auxiliary loss would need the tokens' number on the CPU
 
     def choose() -> list[torch.Tensor]:
         return [answer for answer in functional_call(router, values, tuple(inputs)) if answer.ndim == 2]
@@ -70,7 +71,7 @@ def _probe_top_k(router: Any, name: str) -> int:
     except Exception as error:  # code of any model
         raise UserError(f"{refused} cannot be tried: {one_line(error)}") from error
     finally:
-        router.replayed = None
+        router.replayed, router.loss_scale = None, loss_scale
     raise UserError(f"{refused} does not return the experts chosen for it, weighted")
 
 

@@ -1,9 +1,10 @@
 """Routers: how they are called, in float32 and with an engine's choice, and how evenly they use the experts.
 
 Every call goes through `route`, where `Replay` replaces the result of the router's top-k by the replayed experts [T, K]
-and their scores, of which the router computes the weights as ever. Letters: those of `moe.py`; M blocks.
+and their scores, of which the router computes the weights as ever. Letters: those of `moe.py`; M blocks, F = E + 1.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.overrides import TorchFunctionMode
 
+from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
 from prime_rl.trainer.report import Named
 
@@ -37,7 +39,7 @@ def set_up(router: Any, experts: Any) -> None:
     # [T, K] experts that the engine chose, -1 where it chose none (None: no replay): set before each forward pass, and
     # read again by the backward pass of a checkpointed block.
     router.replayed = None
-    experts.count_E = None  # set by `set_up_balance`
+    experts.count_F = router.loss_scale = None  # set by `set_up_balance`
     for module in router.modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.requires_grad:  # a correction bias, which other families keep in a buffer
@@ -55,9 +57,9 @@ def route(forward: Callable[..., Any], router: Any, hidden_TH: Tensor, *bias: Te
     # Compiled graphs change nothing in place, so nothing has to be cloned there. Dynamo enters a mode under
     # checkpointing only once `router_replay.set_up` has allowed that.
     if torch.compiler.is_compiling() and router.replayed is None:
-        return forward(router, hidden_TH.float(), *bias)
+        return add_loss(router, forward(router, hidden_TH.float(), *bias))
     with Replay(router.expert_count, router.replayed):
-        return forward(router, hidden_TH.float(), *bias)
+        return add_loss(router, forward(router, hidden_TH.float(), *bias))
 
 
 class Replay(TorchFunctionMode):
@@ -99,13 +101,17 @@ def shard_routers(routers: list[Any], mesh: DeviceMesh) -> list[FSDPModule]:
     return routers[:1]
 
 
-def set_up_balance(lm: nn.Module, blocks: Sequence[SparseBlock], bias_update: float, device: torch.device) -> None:
-    """Have blocks write tokens per expert into `count_E`. Raises UserError if there is to be a `bias_update`, and the
-    model's routers have no correction biases."""
-    if bias_update and not 0 < len(blocks) == len(correction_biases(blocks)):
+def set_up_balance(lm: nn.Module, blocks: Sequence[SparseBlock], config: TrainerModel, device: torch.device) -> None:
+    """Have blocks write tokens per expert and, last, the auxiliary loss (0: off) into `count_F` [E + 1]. Raises
+    UserError if the model has no routers that can be balanced as `config` asks."""
+    has_loss = "load_balancing_loss_func" in vars(sys.modules[type(lm).__module__])
+    if config.moe_aux_loss and not (blocks and has_loss and type(blocks[0].router).__base__ is not nn.Linear):
+        raise UserError(f"model.moe_aux_loss: {type(lm).__name__} has no routers with transformers' auxiliary loss")
+    if config.moe_bias_update and not 0 < len(blocks) == len(correction_biases(blocks)):
         raise UserError(f"model.moe_bias_update: {type(lm).__name__} has no routers with a correction bias")
     for _, router, experts in blocks:
-        experts.count_E = torch.zeros(router.expert_count, device=device)
+        router.count_F = experts.count_F = torch.zeros(router.expert_count + 1, device=device)
+        router.loss_scale = torch.zeros((), device=device) if config.moe_aux_loss else None
 
 
 def multi_hot(chosen_TK: Tensor, experts: int, tokens: Tensor) -> Tensor:
@@ -114,14 +120,40 @@ def multi_hot(chosen_TK: Tensor, experts: int, tokens: Tensor) -> Tensor:
     return is_real_TK.new_zeros(len(chosen_TK), experts).scatter(1, chosen_TK, is_real_TK)
 
 
+def add_loss(router: Any, out: Any) -> Any:
+    """Return `out`; its weights' backward adds the auxiliary loss  loss_scale · T · E · Σ_e load_e / T · P_e.
+
+    P is the mean of softmax(logits) over a micro-batch's T tokens; loads have no gradient. Equal loads give K times
+    loss_scale · T, as transformers' `load_balancing_loss_func` for a layer: K × Switch Transformer (arXiv:2101.03961).
+    """
+    if router.loss_scale is None:
+        return out
+    logits_TE, chosen_TK = (out[0], out[2]) if out[0].is_floating_point() else (out[2], out[0])
+    choices_TE = multi_hot(chosen_TK, router.expert_count, router.tokens)
+    sum_E = torch.where(choices_TE.any(1, keepdim=True), logits_TE.float().softmax(-1), 0.0).sum(0)
+    share_E = choices_TE.sum(0) / router.tokens.clamp(min=1)
+    loss = router.loss_scale * router.expert_count * (share_E * sum_E).sum()
+    router.count_F[-1] = loss.detach()
+    return out[0], with_loss(out[1], loss), *out[2:]
+
+
+# Returns the weights; backward also gives the loss gradient 1.
+with_loss: Any = torch.library.custom_op(
+    "prime_rl::with_loss", lambda weight, _: weight.clone(), mutates_args=(), schema="(Tensor a, Tensor b) -> Tensor"
+)
+with_loss.register_fake(lambda weight, _: torch.empty_like(weight))
+with_loss.register_autograd(lambda ctx, grad_TK: (grad_TK, grad_TK.new_ones(())))
+
+
 def step_metrics(blocks: Sequence[SparseBlock], names: Named, sums: list[float]) -> Mapping[str, float]:
-    """Return the metrics of a step's sums: of all blocks' `count_E`, equal in size, then those of `names`."""
+    """Return the metrics of a step's sums: of all blocks' `count_F`, equal in size, then those of `names`."""
     if not blocks:
         return names(sums)
-    count = len(blocks) * len(blocks[0].experts.count_E)
-    load_ME = torch.tensor(sums[:count]).view(len(blocks), -1)
+    count = len(blocks) * len(blocks[0].experts.count_F)
+    count_MF = torch.tensor(sums[:count]).view(len(blocks), -1)
+    load_ME, loss = count_MF[:, :-1], count_MF[:, -1].sum()
     peak_M, unused = load_ME.amax(1) / load_ME.mean(1), (load_ME == 0).float().mean()
-    own = {"load_max/mean": peak_M.mean(), "load_max/max": peak_M.max(), "unused_experts": unused}
+    own = {"load_max/mean": peak_M.mean(), "load_max/max": peak_M.max(), "unused_experts": unused, "aux_loss": loss}
     return {**names(sums[count:]), **{f"moe/{name}": value.item() for name, value in own.items()}}
 
 
@@ -135,5 +167,5 @@ def correction_biases(blocks: Sequence[SparseBlock]) -> list[Tensor]:
 def update_biases(blocks: Sequence[SparseBlock], sums: Tensor, rate: float) -> None:
     """Raise correction biases of experts below the mean load by `rate`, lower those above (arXiv:2412.19437)."""
     for number, bias in enumerate(correction_biases(blocks) if rate else ()):
-        load_E = sums.narrow(0, number * bias.numel(), bias.numel())
+        load_E = sums.narrow(0, number * (bias.numel() + 1), bias.numel())
         bias.add_((load_E.mean() - load_E).sign().view_as(bias), alpha=rate)

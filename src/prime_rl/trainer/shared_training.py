@@ -423,7 +423,7 @@ class SharedTrainer:
             losses, sums_of = zip(*policy.forward_parts(batches), strict=True)
             torch.stack(losses).sum().backward()
             outcomes = [*sums_of]
-        counts = [block.experts.count_E for block in policy.sparse]  # of all that were computed together
+        counts = [block.experts.count_F for block in policy.sparse]  # of all that were computed together
         return [torch.cat([*counts, sums]) for sums in outcomes] if counts else outcomes
 
 

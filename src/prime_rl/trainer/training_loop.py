@@ -302,6 +302,9 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
             batch = training.read()
             perf.reset_peak_memory(world.device)
             begun = now(world.device)
+            balance = config.model.moe_aux_loss  # times the mean over layers and tokens
+            for block in policy.sparse if balance else ():
+                block.router.loss_scale.fill_(balance / len(policy.sparse) / batch.tokens)
             training.update(forward_backward(policy, batch.batches, recipe.loss, world, batch.sampled), begun)
         training.commit_last()
         training.finish()
@@ -356,7 +359,7 @@ def forward_backward(
             unit.set_requires_all_reduce(is_last, recurse=False)  # replicas exchange what all micro-batches add up to
         loss, sums = policy(to_device(host, world.device, sampled), loss_of)
         if policy.sparse:
-            sums = torch.cat([*(block.experts.count_E for block in policy.sparse), sums])
+            sums = torch.cat([*(block.experts.count_F for block in policy.sparse), sums])
         loss.backward()
         total = sums if total is None else merge_sums([total, sums])
     assert total is not None, "a step has at least one micro-batch on every rank"

@@ -1,6 +1,7 @@
 """Experts of every family: routed in float32, chosen once, compiled once; their files are those of the family."""
 
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from prime_rl.errors import UserError
 from prime_rl.trainer import moe, parameters, router_replay, routing
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.packing import collate, to_device
-from prime_rl.trainer.parameters import StoredTensor
+from prime_rl.trainer.parameters import StoredTensor, named_parameters
 from prime_rl.trainer.routing import correction_biases, step_metrics, update_biases
 from prime_rl.trainer.sft.train import means
 from prime_rl.trainer.training_loop import forward_backward
@@ -197,19 +198,49 @@ def test_a_token_is_counted_once(level, moe_model, make_policy, world):
     checkpointing = {"compiled": "attention", "replayed": "wide"}.get(level, level)
     policy = make_policy(moe_model, dtype=dtype, activation_checkpointing=checkpointing, compile=level == "compiled")
     sums = forward_backward(policy, batches, cross_entropy, world).tolist()
-    assert torch.tensor(sums[:10]).view(2, 5).tolist() == counts.tolist()
+    assert torch.tensor(sums[:12]).view(2, 6)[:, :5].tolist() == counts.tolist()
     metrics, peaks = step_metrics(policy.sparse, means, sums), counts.amax(1) / (66 * 2 / 5)
     assert metrics["moe/load_max/mean"] == pytest.approx(peaks.mean())
     assert metrics["moe/load_max/max"] == pytest.approx(peaks.max())
     assert metrics["moe/unused_experts"] == (counts == 0).float().mean()
-    assert metrics["loss/mean"] == sums[10]
+    assert metrics["loss/mean"] == sums[12]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
-def test_a_model_without_correction_biases_is_refused(family, make_policy, tmp_path):
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "granitemoe"])
+def test_auxiliary_loss(family, make_policy, world, tmp_path):
+    """Contract: value and gradients of transformers' function, the mean over layers and, by tokens, micro-batches."""
     build_reference(tiny_config(family), tmp_path)
-    with pytest.raises(UserError, match="^model.moe_bias_update: .*ForCausalLM has no routers with"):
-        make_policy(tmp_path, moe_bias_update=1e-3)
+    policy = make_policy(tmp_path, moe_aux_loss=0.5, activation_checkpointing="pointwise")
+    logits, want = list[Tensor](), torch.zeros(())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    balance: Any = vars(sys.modules[type(model).__module__])["load_balancing_loss_func"]
+    for block in moe.moe_blocks(model):
+        block.router.register_forward_hook(lambda _, __, out: logits.append(next(o for o in out if o.shape[-1] > 2)))
+    batches = [collate(support.random_documents((tokens,)), 1, 16) for tokens in (17, 40)]
+    for batch in batches:
+        batch.streams.zero_()  # no other loss
+        model(batch.input_ids[None, : batch.tokens])
+        for of_layer in logits[-2:]:
+            want = want + 0.5 * batch.tokens / 57 / 2 * balance((of_layer,), of_layer.shape[1], 2)
+    want.backward()
+    for block in policy.sparse:
+        block.router.loss_scale.fill_(0.5 / 57 / 2)
+    sums = forward_backward(policy, batches, cross_entropy, world).tolist()
+    assert step_metrics(policy.sparse, means, sums)["moe/aux_loss"] == pytest.approx(want.item(), rel=1e-5)
+    assert all(parameter.grad.any() for parameter in moe.router_parameters(model))
+    for (name, parameter), other in zip(named_parameters(policy), model.parameters(), strict=True):
+        gradient = torch.zeros_like(other) if other.grad is None else other.grad
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradient, atol=1e-5, rtol=1e-4, msg=name)
+
+
+REFUSED = [("qwen3", "aux_loss"), ("jamba", "aux_loss"), ("deepseek_v3", "aux_loss"), ("mixtral", "bias_update")]
+
+
+@pytest.mark.parametrize(("family", "key"), REFUSED)
+def test_others_are_refused(family, key, make_policy, tmp_path):
+    build_reference(tiny_config(family), tmp_path)
+    with pytest.raises(UserError, match=f"^model.moe_{key}: .*ForCausalLM has no routers with"):
+        make_policy(tmp_path, **{f"moe_{key}": 1e-3})
 
 
 def test_correction_biases(run_training, tmp_path):
@@ -219,7 +250,7 @@ def test_correction_biases(run_training, tmp_path):
     moe.set_up(lm := AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), "m")
     (bias,) = correction_biases(blocks := moe.moe_blocks(lm))
     before, found = bias.clone(), []
-    update_biases(blocks, torch.tensor([9.0, 2.0, 5.0, 4.0]), 0.25)
+    update_biases(blocks, torch.tensor([9.0, 2.0, 5.0, 4.0, 0.0, 7.0]), 0.25)
     torch.testing.assert_close(bias - before, torch.tensor([-0.25, 0.25, 0.0, 0.25]))
     for ends in ((3,), (1, 3)):  # odd numbers of updates, which cannot cancel
         support.write_rollouts(directory := tmp_path / str(len(ends)), 3)
