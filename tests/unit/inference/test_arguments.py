@@ -71,7 +71,8 @@ NODE_FLAGS = {"--" + name.replace("_", "-"): str(value) for name, value in NODES
         (CUDA, {"lora": {}, "vllm": {"max-cudagraph-capture-size": 8}}, {"--max-cudagraph-capture-size": "8"},
          {"--cudagraph-capture-sizes"}),
         (CPU, {"lora": {}}, {"--enable-lora": None}, {"--cudagraph-capture-sizes"}),
-        (CUDA, {"lora": {"tenants": {"slots": 3}}}, {"--max-cpu-loras": "3", "--distributed-executor-backend": "mp"}, set()),
+        (CUDA, {"lora": {"tenants": {"slots": 3}}},
+         {"--max-cpu-loras": "3", "--distributed-executor-backend": "mp"}, set()),
         (CPU, {"lora": {"tenants": {"slots": 3}}}, {"--max-loras": "3"}, {"--distributed-executor-backend"}),
         # `fp8` gets vLLM's name for quantizing at every load.
         (CUDA, {"quantization": "fp8"}, {"--quantization": "fp8_per_tensor"}, set()),
