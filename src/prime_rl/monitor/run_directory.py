@@ -120,8 +120,9 @@ class RunDirectory:
         return f"step {step} was removed: samples are kept of {len(steps)} steps, {steps[0]} to {steps[-1]}"
 
     def samples(self, step: int | None = None) -> pa.Table:
-        """Return the samples of a step (None: the newest), one a row, with the columns of docs/reference/files.md.
-        `log_ratios` and `entropies` are null until the trainer has written them. Raises UserError: it has none."""
+        """Return the samples that a step trains on (None: the newest), one a row, with the columns of
+        docs/reference/files.md; those that a filter left out are in the metric `reward/mean` alone. `log_ratios` and
+        `entropies` are null until the trainer has written them. Raises UserError: it has none."""
         steps = self.steps
         step = steps[-1] if step is None and steps else step or 0
         if step not in steps:

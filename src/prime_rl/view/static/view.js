@@ -30,6 +30,7 @@ const PARTS = {  // of a step's seconds: label, colour, from the columns of its 
 const KIND_COLORS = { error: "#d04a40", restart: "#d04a40", warning: "#d69a1e", checkpoint: "#c2519f", start: "#2f9e78", ready: "#2f9e78",
   end: "#8b9099" };
 const TITLES = {
+  Reward: "mean over the episodes of the batch's groups, also those that a filter leaves out: samples are those that are trained",
   filtered: "the rewards of its group were all equal, or a filter removed it",
   "order in the batch": "as the orchestrator put them into the batch, and as the trainer reads them",
   "All attempts solved, share": "groups of which every attempt has a reward of at least 1",
