@@ -78,6 +78,9 @@ async def test_every_view(url: str, run: Path, tmp_path: Path) -> None:
         await page.until(f"{colors}.length === {count}")
         shades = await page.evaluate(colors)
         assert ("--neg" in shades[0], "--pos" in shades[-1]) == (True, True)
+        await page.open(f"{url}#rollouts?step=3&env=wordle")
+        await shows(page, "task 7, c0ffee01")
+        assert await page.evaluate("document.querySelector('.list a span').innerText") == "task 7"
         await page.open(f"{url}#rollouts?step=0")
         await shows(page, "step 0 was removed: samples are kept of 2 steps, 2 to 3")
         await page.open(f"{url}#rollouts?list=episodes")

@@ -26,7 +26,7 @@ def chat_sample(number: int, reply: str, reward: float, env: str = "reverse-text
     return Sample(
         sample_id=f"{number}.0.0.0",
         group_id=str(number),
-        task_id=f"task-{number}",
+        task_id=f"task-{number}" if env == "reverse-text" else "c0ffee01" * 8,
         env=env,
         policy_versions=[2, 3],
         input_ids=[*before, *own],
@@ -55,7 +55,8 @@ def make_run(path: Path, steps: int = 4) -> Path:
     for step in range(steps - 2, steps):
         samples = [chat_sample(step * 10 + number, f"{call}äöü <b>{number}", number / 20) for number in range(20)]
         samples.append(chat_sample(step * 10 + 99, "other", 1.0, "wordle"))
-        write_batch(path / "rollouts", step, samples)
+        groups = [[int(one.group_id), one.env, 7, one.task_id] for one in samples]
+        write_batch(path / "rollouts", step, samples, extra={"ledger": {"groups": groups}})
         if step < steps - 1:  # the last one is not trained yet
             tokens = [int(np.sum(sample.loss_mask)) for sample in samples]
             stats = np.tile(np.linspace(-0.25, 0.5, sum(tokens)), (2, 1))

@@ -38,19 +38,10 @@ from verifiers.v1.interception.server import InterceptionServer
 from verifiers.v1.utils.loaders import default_harness_id, taskset_class, taskset_config_type
 from verifiers.v1.utils.version import verifiers_commit
 
+from prime_rl.envs import ids
 from prime_rl.envs.conversation import CallFailed, EngineClient, arguments_of, request_settings
 from prime_rl.envs.convert import CONTEXT_FULL, Message, classify, convert, opening
-from prime_rl.envs.ids import (
-    Broken,
-    LoadError,
-    check_arguments,
-    describe,
-    find,
-    import_module,
-    module_name,
-    report,
-    unique,
-)
+from prime_rl.envs.ids import Broken, LoadError, check_arguments, find, import_module, module_name, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Run, Setup
 from prime_rl.envs.tools import MALFORMED_CALL, SERVER_SECONDS, Toolbox, ToolRuntime, check
 
@@ -88,9 +79,9 @@ def _with_place(record: Callable[..., vf.Error | None]) -> Callable[..., vf.Erro
         made, error = record(*args), args[-1]
         kept = args[0].errors[-1] if made is None else made
         if not isinstance(error, vf.RolloutError):
-            kept.message = report(error)
+            kept.message = ids.report(error)
         elif (cause := error.__cause__) and (text := f"{type(cause).__name__}: {cause}") in kept.message:
-            kept.message = kept.message.replace(text, report(cause))
+            kept.message = kept.message.replace(text, ids.report(cause))
         return made
 
     return recorded
@@ -113,7 +104,7 @@ class VerifiersEnv:
             taskset = taskset_class(setup.env_id)
             tools = taskset.toolsets(config.taskset) or taskset.task_type().toolsets(config.taskset.task)
         except Exception as error:
-            raise LoadError(f"environment {setup.env_id!r}: its tools failed to load: {describe(error)}") from error
+            raise LoadError(f"environment {setup.env_id!r}: its tools failed to load: {ids.describe(error)}") from error
         self.engine = None if setup.chat_timeout else EngineClient(setup, bool(tools))
         by_tokens: Any = vf.TrainClientConfig(api_key_var=API_KEY_VAR)
         self._client = chat_config(setup.chat_timeout) if setup.chat_timeout else by_tokens
@@ -130,7 +121,7 @@ class VerifiersEnv:
             self._show = functools.partial(_hint, shows, setup)
             self._show(self.tasks[0])  # an environment whose first task has none is not one to start with
         except Exception as error:
-            raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error
+            raise LoadError(f"environment {setup.env_id!r} failed to load: {ids.describe(error)}") from error
         verifiers_commit()  # which runs git, and is cached
         self._exit_stack = contextlib.AsyncExitStack()
 
@@ -142,7 +133,7 @@ class VerifiersEnv:
             await check(self._env._shared_tools)
         except (vf.ToolsetError, TimeoutError) as error:
             await self._exit_stack.aclose()
-            raise LoadError(f"environment {self._name!r}: its tools failed to start: {describe(error)}") from error
+            raise LoadError(f"environment {self._name!r}: its tools failed to start: {ids.describe(error)}") from error
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -225,7 +216,7 @@ def _import(env_id: str) -> str:
             f"(install it with `prime env install owner/{env_id.rsplit('/', 1)[-1]}` or `uv add`)"
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
-        raise LoadError(f"environment {env_id!r} is not usable: {describe(error)}") from error
+        raise LoadError(f"environment {env_id!r} is not usable: {ids.describe(error)}") from error
     return alias
 
 

@@ -30,7 +30,7 @@ PROCESSES = ("trainer", "orchestrator", "inference", "eval")
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (WARNING|ERROR|CRITICAL) +(.*)")
 _MOST_EVENTS, _MOST_POINTS = 300, 5000
 _OUTCOME = "coalesce(CASE WHEN reason = 'filtered' AND detail <> '' THEN 'filtered: ' || detail END, reason, e.state)"
-_EPISODE = "e.id, env, task_id, e.state, reason, detail, e.step, first, last, tokens, reward"
+_EPISODE = "e.id, env, task_id, task_index, e.state, reason, detail, e.step, first, last, tokens, reward"
 _EPISODES = "FROM episodes e JOIN groups g ON g.number = group_number WHERE"
 _TERMS = {"env": "env = ?", "outcome": f"? IN ({_OUTCOME}, reason)", "step": "e.step = ?"}
 _TERMS |= {"low": f"reward >= ? - {ROUNDING}", "high": f"reward <= ? + {ROUNDING}"}

@@ -118,6 +118,8 @@ class StepSamples:
             raise UserError(RunDirectory(run).missing_reason(step))
         self._batch = open_batch(directory, check_bytes=False)
         self.columns = self._batch.columns(*_SCALARS)
+        groups = self._batch.manifest.extra.get("ledger", {}).get("groups", ())
+        self._task_indices = {str(number): index for number, _, index, _ in groups}
 
     def rows(self, params: Mapping[str, str], decoder: Decoder | None) -> list[int]:
         """Return the rows that match `params`: env, group, low and high (of the reward), cut ("1": only replies that
@@ -182,7 +184,8 @@ class StepSamples:
     def _facts(self, row: int, sample: Sample) -> dict[str, Any]:
         advantages = _sampled(sample, sample.advantages)
         facts = {name: self.columns[name][row] for name in _SCALARS}
-        return facts | {"row": row, "advantage": round(float(advantages.sum()) / max(len(advantages), 1), 6)}
+        facts |= {"row": row, "task_index": self._task_indices.get(facts["group_id"])}
+        return facts | {"advantage": round(float(advantages.sum()) / max(len(advantages), 1), 6)}
 
 
 def _sampled(sample: Sample, stream: Any) -> np.ndarray[Any, Any]:

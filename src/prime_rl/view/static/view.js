@@ -369,12 +369,14 @@ async function rollouts(params) {
   return [bar, h("div.reader", null, list, detail)];
 }
 const rewardCell = (reward) => h("b.n", null, reward == null ? "–" : number(reward, 3));
+// The number of its row where a task's id is a hash, which many environments make of its content.
+const taskName = (row) => (row.task_index != null && /(^|\/)[0-9a-f]{16,64}(#\d+)?$/.test(row.task_id) ? `task ${row.task_index}` : row.task_id);
 function sampleItem(row, chosen) {
   const advantage = h(`span.${row.advantage > 0 ? "good" : row.advantage < 0 ? "bad" : "faint"}`, null,
     `${row.advantage > 0 ? "+" : ""}${number(row.advantage, 3)}`);
   return h("a", { href: link("rollouts", { ...address().params, row: row.row }), "data-key": row.row,
     "aria-current": String(row.row) === String(chosen) ? "true" : null },
-    rewardCell(row.reward), h("span", null, row.task_id),
+    rewardCell(row.reward), h("span", { title: row.task_id }, taskName(row)),
       h("span", null, advantage, h("span.faint", null, `  ${number(row.sampled)} tok`), row.is_truncated && h("span.warn", null, " cut")),
     h("span.wide", null, row.preview || row.sample_id));
 }
@@ -383,7 +385,7 @@ function episodeItem(row, params, run) {
   const target = row.state === "batched" ? { href: link("rollouts", { ...params, of: row.step, id: row.id }) } : {};
   const versions = row.first == null ? "" : row.first === row.last ? `version ${row.first}` : `versions ${row.first} to ${row.last}`;
   return h("a", { ...target, "data-key": row.id, "aria-current": params.id === row.id ? "true" : null }, rewardCell(row.reward),
-    h("span", null, row.task_id),
+    h("span", { title: row.task_id }, taskName(row)),
     h(row.state === "dropped" ? "span.warn" : "span.quiet", { title: TITLES[outcome] }, row.step == null ? outcome : `${outcome}, step ${row.step}`),
     h("span.wide", null, [!row.task_id.startsWith(row.env) && row.env, versions, row.tokens != null && `${number(row.tokens)} tokens`,
       row.detail].filter(Boolean).join(" · ")));
@@ -391,7 +393,7 @@ function episodeItem(row, params, run) {
 
 function sampleView(sample, run) {
   const versions = sample.policy_versions, fact = (name, value) => h("div", null, h("dt", null, name), h("dd", null, value));
-  const facts = h("dl.facts", null, fact("task", sample.task_id), fact("environment", sample.env), fact("reward", number(sample.reward)),
+  const facts = h("dl.facts", null, fact("task", [...new Set([taskName(sample), sample.task_id])].join(", ")), fact("environment", sample.env), fact("reward", number(sample.reward)),
     fact("advantage", number(sample.advantage)), fact("tokens", `${number(sum(sample.mask))} trained of ${number(sample.ids.length)}`),
     fact(versions.length > 1 ? "policy versions" : "policy version", versions.length > 1 ? `${versions[0]} to ${versions.at(-1)}` : String(versions[0] ?? "–")),
     fact("step", `${sample.step}${versions.length ? ` (${sample.step - versions[0]} off-policy)` : ""}`),
