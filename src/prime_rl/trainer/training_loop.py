@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from loguru import logger
 from torch import Tensor
 
 from prime_rl.config import SFTConfig, TrainerConfig
@@ -86,6 +87,7 @@ class Training:
         self.async_level = 0 if recipe.served is None else recipe.served.async_level
         self.waited = 0.0  # seconds for the data of the step
         self._saving = 0.0  # seconds that the loop waited for the last checkpoint
+        self._skipped = False  # whether the token statistics of a step were left out
 
     def choose(self, outcome: str | None) -> bool:
         """Decide what to resume from; return whether nothing is left to do. `outcome`: of the trainer before."""
@@ -213,8 +215,12 @@ class Training:
         if batch.sampled is not None:
             batch.sampled.send()
             self.token_stats.results(wait=False)  # forgets what is written
-            write = partial(batch.sampled.write, config.output_dir, step, world.rank)
-            self.token_stats.submit(f"token_stats/step_{step}", write)
+            if self.token_stats.idle:
+                write = partial(batch.sampled.write, config.output_dir, step, world.rank)
+                self.token_stats.submit(f"token_stats/step_{step}", write)
+            elif not self._skipped:
+                self._skipped = True
+                logger.warning("token_stats/step_{} and others are left out: an earlier one is being written", step)
             extras = partial(batch.sampled.extras, batch.lengths)
         sums_norm = sum_on_device(world, sums, norm)
         routing.update_biases(self.policy.sparse, sums, config.model.moe_bias_update)

@@ -19,11 +19,11 @@ from prime_rl import faults
 from prime_rl.config import TrainerConfig
 from prime_rl.config.shared import TRAINER_STEPS, WARM_UP
 from prime_rl.errors import UserError
-from prime_rl.trainer import attention
-from prime_rl.transport.commit import list_steps
+from prime_rl.trainer import attention, step_tokens
+from prime_rl.transport.commit import list_steps, step_dir
 from prime_rl.transport.rollouts import Sample, write_batch
 from prime_rl.transport.token_stats import read_token_stats
-from prime_rl.wait import WaitTimeout
+from prime_rl.wait import WaitTimeout, wait
 from support import trainer as support
 from support.trainer import hashes, metrics
 
@@ -102,6 +102,21 @@ def test_tokens_of_a_step(loss, run_training, tied_model, tmp_path):
         assert {name: float(table[sample.sample_id][name]) for name in means} == pytest.approx(
             {name: np.mean(values) for name, values in means.items()}, rel=1e-2, abs=1e-3
         )
+
+
+def test_statistics_do_not_queue_behind_a_hanging_disk(run_training, tied_model, tmp_path, monkeypatch, heard):
+    """Contract: those of a step are left out while an earlier step's are being written; one warning says so."""
+
+    def write_late(run: Path, step: int, *_: object) -> None:
+        last = step_dir(run / "weights", 3)
+        wait(last.is_dir, subject="the last version", owner="the trainer", seconds=60)
+        step_dir(run / "token_stats", step).mkdir(parents=True)
+
+    monkeypatch.setattr(step_tokens, "write_token_stats", write_late)
+    support.write_rollouts(tmp_path, 3)
+    run_training(support.make_config(tmp_path, tied_model, max_steps=3))
+    assert list_steps(tmp_path / "token_stats") == [0]
+    assert heard.text.count("left out") == 1
 
 
 @pytest.mark.parametrize("resume_step", [2, -1])
