@@ -27,7 +27,7 @@ _TENANT_METRICS = {
     "tenant/waiting": "{:.0f} requests wait for them",
 }
 _MIN_FREE_BYTES = 64 * 2**20
-_ERROR = re.compile(r"(\w+: )?error: |.*\bERROR\b|[\w.]*(Error|Exception)\b.*: \S")
+_ERROR = re.compile(r"((\w+: )?error: |.*?\bERROR\b|[\w.]*(Error|Exception)\b.*?: )\s*(?P<message>\S.*)")
 
 
 class RunState(StrEnum):
@@ -60,10 +60,10 @@ def report(run_directory: RunDirectory) -> tuple[RunState, str, str]:
     names = [name for job in (*_JOBS, SERVER) for name in sorted(known) if re.split("[.-]", name)[0] == job]
     is_tenant = run.resolve().parent.name == "tenants"
     rows = [("run", str(run)), ("deployment", str(run.resolve().parents[1])) if is_tenant else ("launcher", launcher)]
-    for name in names:
-        texts = _describe(statuses[name]) if name in statuses else ["no report"]
-        rows += [(name.replace(".", " "), texts[0]), *(("", text) for text in texts[1:])]
     state, sentence = _diagnose(run, launcher, {name: statuses[name] for name in names if name in statuses})
+    for name in names:
+        texts = _describe(statuses[name], sentence) if name in statuses else ["no report"]
+        rows += [(name.replace(".", " "), texts[0]), *(("", text) for text in texts[1:])]
     rows += [] if (run / "tenants").is_dir() else _progress(run_directory)
     for path in sorted((run / "tenants").glob("*/tenant.json")):
         trained = (path.parent / "weights").is_dir()  # else it was refused
@@ -71,16 +71,19 @@ def report(run_directory: RunDirectory) -> tuple[RunState, str, str]:
     # vLLM is noisy when it is asked to stop.
     well = {name for name, status in statuses.items() if status.outcome in ("finished", "stopped")}
     for name in names if state not in _FINE else ():
-        errors = [line for line in log_tail(run / "logs" / f"{name}.log") if _ERROR.match(line) and name not in well]
-        rows += [("error", f"{name}.log: {line.strip()}") for line in errors[-1:]]
+        lines = log_tail(run / "logs" / f"{name}.log") if name not in well else []
+        errors = [error for error in map(_ERROR.match, lines) if error is not None]
+        new = [error for error in errors[-1:] if error["message"] not in sentence]
+        rows += [("error", f"{name}.log: {error.string.strip()}") for error in new]
     rows.append((state.value, sentence))
     return state, sentence, "\n".join(f"{name:<15}{text}".rstrip() for name, text in rows)
 
 
-def _describe(status: ProcessStatus) -> list[str]:
-    """Describe a process in a line, and its wait in another."""
-    if status.outcome is not None:
-        return [f"{'ended':<11}{status.outcome}, {_ago(status.since)}"]
+def _describe(status: ProcessStatus, sentence: str) -> list[str]:
+    """Describe a process in a line, and its wait in another, without the error that is in the `sentence` on the run."""
+    if (outcome := status.outcome) is not None:
+        known = outcome in sentence
+        return [f"{'ended':<11}{outcome.partition(':')[0] if known else outcome}, {_ago(status.since)}"]
     line, wait = f"{status.doing}; pid {status.pid}; last progress {_ago(status.progress)}", status.waiting
     waits = [] if wait is None else [f"waits for {wait} (gives up in {minutes(max(0.0, wait.deadline - time.time()))})"]
     return [f"{_process_state(status):<11}{line}", *(f"{'':<11}{text}" for text in waits)]
@@ -124,6 +127,7 @@ def _diagnose(run: Path, launcher: str, statuses: Mapping[str, ProcessStatus]) -
     if (free := shutil.disk_usage(run).free) < _MIN_FREE_BYTES:
         return RunState.STUCK, f"the disk is full ({free // 2**20} MiB free): make room; what is committed is safe"
     faults = [f"{name.partition('.')[0]} {fault}" for name, one in statuses.items() if (fault := _fault(name, one))]
+    faults = list(dict.fromkeys(faults))  # ranks fail alike
     if launcher == _STOPPED:
         faults.append("rl itself is stopped (SIGSTOP): nobody is watched until it goes on")
     alive = [status for status in ranks.values() if status.outcome is None and _process_state(status) != _DEAD]
@@ -132,14 +136,15 @@ def _diagnose(run: Path, launcher: str, statuses: Mapping[str, ProcessStatus]) -
             return RunState.STUCK, "; ".join(faults)
         doing = [f"waits for {one.waiting}" if one.waiting else one.outcome or one.phase for one in ranks.values()]
         return RunState.RUNS, "; ".join(f"{name}: {text}" for name, text in zip(ranks, doing, strict=True))
-    command = "the same command" if run.resolve().parent.name == "tenants" else "`rl … --recover`"
-    goes_on = f" ({command} goes on from what is committed)" if rundir.results(run) else ""
+    state, sentence = RunState.FAILED if faults else RunState.INTERRUPTED, "; ".join(faults) or "the run was stopped"
     if launcher == _DEAD and not any((status.outcome or "").startswith("failed") for status in ranks.values()):
-        killed = "rl ended without a last word (killed, or the host went down), and everything with it"
-        return RunState.INTERRUPTED, killed + goes_on
-    if faults:
-        return RunState.FAILED, "; ".join(faults) + goes_on
-    return RunState.INTERRUPTED, "the run was stopped" + goes_on
+        state = RunState.INTERRUPTED
+        sentence = "rl ended without a last word (killed, or the host went down), and everything with it"
+    if option := rundir.option_to_go_on(run, failed=state is RunState.FAILED):
+        command = f"`{'sft' if 'sft' in statuses else 'rl'} … {option}`"
+        command = "the same command" if run.resolve().parent.name == "tenants" else command
+        sentence += f" ({command} {'begins again' if option == '--clean' else 'goes on from what is committed'})"
+    return state, sentence
 
 
 def _progress(run_directory: RunDirectory) -> Iterator[tuple[str, str]]:

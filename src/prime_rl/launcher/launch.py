@@ -202,13 +202,14 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner | None, nodes: 
             console.say(text)
     if console.steps and not bench:
         console.say(f"page     uv run rl view {shlex.quote(str(output_dir))}")
-    # Where nothing was made yet the same command starts again by itself.
     if config.trainer.tenants is not None:
         console.say("to go on: the same command")
-    elif outcome is not RunOutcome.SUCCESS and not bench and (results := rundir.results(output_dir)):
-        begun = outcome is RunOutcome.INTERRUPTED or results != ["metrics"]  # of a first evaluation
-        way = f"to go on: the same command {'without --clean and ' if config.clean else ''}with --recover"
-        console.say(way if begun else "to begin again: the same command with --clean")
+    elif outcome is not RunOutcome.SUCCESS and not bench:
+        option = rundir.option_to_go_on(output_dir, failed=outcome is RunOutcome.FAILURE)
+        if option == "--clean":
+            console.say("to begin again: the same command with --clean")
+        elif option:
+            console.say(f"to go on: the same command {'without --clean and ' if config.clean else ''}with {option}")
     return outcome
 
 

@@ -112,6 +112,17 @@ def results(output_dir: Path) -> list[str]:
     return names
 
 
+def option_to_go_on(output_dir: Path, failed: bool) -> str:
+    """Return the option with which the same command goes on from an earlier run; `--clean` where there is nothing to go
+    on from, as after a failed first evaluation; "" where it begins again by itself."""
+    names = results(output_dir)
+    if "sft" in read_status(output_dir):
+        option = "--ckpt.resume-step -1" if "checkpoints" in names else "--clean"
+    else:
+        option = "--clean" if failed and names == ["metrics"] else "--recover"
+    return option if names else ""
+
+
 def newest_step(parent: Path, steps_of: Callable[[Path], Sequence[int]] = list_steps) -> int:
     """Return the newest step in a directory of them; -1 where there is none, or none can be seen."""
     try:

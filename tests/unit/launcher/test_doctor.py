@@ -129,6 +129,30 @@ def test_what_keeps_a_run_from_going_on(case, tmp_path, stopped, capsys, monkeyp
             assert "the disk is full (3 MiB free)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("job", "made", "way"),
+    [
+        ("orchestrator", "rollouts/step_0", "`rl … --recover` goes on from what is committed"),
+        ("orchestrator", "evals", "`rl … --clean` begins again"),
+        ("sft", "weights/step_1", "`sft … --clean` begins again"),
+        ("sft", "checkpoints/step_1", "`sft … --ckpt.resume-step -1` goes on from what is committed"),
+    ],
+)
+def test_an_error_is_printed_once(job, made, way, tmp_path, capsys):
+    """Contract: whichever processes and logs have it; the option that follows is the one that `rl` or `sft` takes."""
+    error = "no episode has succeeded: timeout"
+    for name in ("status", "metrics", "logs", made):
+        (tmp_path / name).mkdir(parents=True)
+    for process in (job, f"{job}.1"):
+        write_record(status_path(tmp_path, process), status(process, outcome=f"failed: {error}"))
+    (tmp_path / f"metrics/{job}.jsonl").write_text("{}\n")
+    (tmp_path / f"logs/{job}.log").write_text(f"12:00:00 ERROR   {error}\nerror: {error}\n")
+    assert doctor.examine(tmp_path) == 1
+    out = capsys.readouterr().out
+    assert out.count(error) == 1
+    assert out.splitlines()[-1].endswith(f" has ended: failed: {error} ({way})")
+
+
 def test_the_examination_of_a_live_run(tmp_path, capsys):
     """Processes, waits, what is committed, errors in logs, and the state; nothing in the directory is touched."""
     with Owner(tmp_path):
