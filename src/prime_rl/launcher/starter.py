@@ -45,7 +45,7 @@ def write_starter(config: StarterConfig) -> None:
         return say(text.rstrip())
     with user_errors(f"cannot write {config.file}", OSError, UnicodeError):
         config.file.write_text(text, encoding="utf-8")
-    say(f"wrote {config.file}")
+    say(f"wrote {config.file} for --environment {environment} --gpus {gpus} --model {shlex.quote(model)}")
     say(f"uv run rl plan @ {word}    shows what it starts, and what it needs")
     say(f"uv run rl @ {word}         starts it")
 

@@ -28,11 +28,15 @@ def test_the_file_is_a_run(tmp_path: Path, gpus: int, layout: tuple[int, int | N
         write_starter(starter(file))
 
 
-def test_no_answer_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: Ctrl-D at a question is as Enter."""
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_no_answer_is_the_default(
+    is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Contract: Ctrl-D at a question is as Enter, and so is to have no terminal; the answers that count are printed."""
     monkeypatch.setattr("sys.stdin", terminal := StringIO())
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(terminal, "isatty", lambda: is_terminal)
     write_starter(starter(tmp_path / "rl.toml", environment=None))
+    assert "for --environment reverse-text --gpus 0 --model " in capsys.readouterr().out
     assert 'id = "reverse-text"' in (tmp_path / "rl.toml").read_text()
 
 
