@@ -8,13 +8,13 @@ from prime_rl.monitor.run_directory import open_run
 from prime_rl.orchestrator.ledger import open_copy
 from prime_rl.transport.incarnations import read_incarnations, read_versions
 from prime_rl.transport.protocol import newest_version
-from prime_rl.transport.settings import LEDGER
+from prime_rl.transport.settings import LEDGER, running_processes
 
 # Of an environment: all episodes that were issued, then by where they are, with mean sampled tokens and reward.
 _OUTCOMES = """
     WITH ends AS MATERIALIZED (
         SELECT env, CASE e.state
-            WHEN 'issued' THEN 'in flight' WHEN 'batched' THEN IIF(e.step < ?, 'trained', 'in a batch')
+            WHEN 'issued' THEN ? WHEN 'batched' THEN IIF(e.step < ?, 'trained', 'in a batch')
             WHEN 'dropped' THEN 'dropped: ' || reason ELSE e.state END AS outcome,
             COUNT(*) AS number, TOTAL(tokens) AS tokens, COUNT(tokens) AS sampled, TOTAL(reward) AS reward,
             COUNT(reward) AS scored
@@ -43,7 +43,8 @@ def audit(run_dir: Path) -> tuple[list[tuple[str, str, int, float | None, float 
     """
     with open_copy(run_dir / LEDGER) as db:
         newest = newest_version(read_versions(run_dir / "weights"), read_incarnations(run_dir))
-        outcomes = db.execute(_OUTCOMES, (newest or 0,)).fetchall()
+        unfinished = "in flight" if {"rl", "orchestrator"} & running_processes(run_dir) else "unfinished"
+        outcomes = db.execute(_OUTCOMES, (unfinished, newest or 0)).fetchall()
         gaps = Counter[str]()
         for env, outcome, count, *_ in outcomes:
             gaps[env] += count if outcome == "issued" else -count
@@ -69,7 +70,5 @@ def audit_text(run_dir: Path) -> str:
     if faults:
         lines += ["NOT CONSERVED, the ledger contradicts itself:", *(f"  {fault}" for fault in faults)]
     else:
-        lines.append(
-            "In every environment, issued = trained + dropped + unfinished (in flight, finished, or in a batch)."
-        )
+        lines.append("In every environment, issued = trained + dropped + the other outcomes.")
     return "\n".join(lines)

@@ -43,7 +43,7 @@ class RunFiles:
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name, self.run = path, name, RunDirectory(path)
-        self._audit = 0.0, ""  # the stamp of the files that were read, and the text of the audit
+        self._audit: tuple[object, str] = None, ""  # what it was made from, and the text of the audit
         self.lock = threading.Lock()  # bounded: held while one answer is made from files
 
     def summary(self, params: Params) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class RunFiles:
 
     def ledger(self, params: Params) -> str:
         """Return what `rl audit` says."""
-        stamp = _stamp(self.path / LEDGER) + _stamp(self.path / "weights")
+        stamp = _stamp(self.path / LEDGER), _stamp(self.path / "weights"), self.run.running
         if self._audit[0] != stamp:
             self._audit = stamp, audit_text(self.path)
         return self._audit[1]

@@ -1,17 +1,22 @@
 """`rl audit` prints where every episode went, and names contradictions of the ledger."""
 
+import os
 import re
+from dataclasses import replace
 
 import pytest
 
 from prime_rl.errors import UserError
+from prime_rl.monitor.status import new_status, status_path, write_record
 from prime_rl.orchestrator.audit import audit, audit_text
+from prime_rl.processes import identify
 from support.ledgers import ScriptedLedger, an_episode, execute, finish_group, open_group
 from support.scripted import World
 
 
 def test_the_account_by_environment_and_reason(tmp_path):
-    """Every number of the table is that of the ledger; nothing issued yet is an account, too."""
+    """Every number of the table is that of the ledger; nothing issued yet is an account, too. What a run has not
+    finished is in flight only while it runs."""
     with pytest.raises(UserError, match="holds no run: give the output directory"):
         audit_text(tmp_path)
     ledger = ScriptedLedger(tmp_path / "ledger.sqlite")
@@ -35,9 +40,12 @@ def test_the_account_by_environment_and_reason(tmp_path):
         ["code", "in a batch", "1", "2.5%", "3.0", "1.0000"],
         ["math", "issued", "42", "100.0%", "3.0", "0.2500"],
         ["math", "trained", "38", "90.5%", "3.0", "0.2500"],
-        ["math", "in flight", "2", "4.8%", "-", "-"],
+        ["math", "unfinished", "2", "4.8%", "-", "-"],
         ["math", "in a batch", "2", "4.8%", "3.0", "0.2500"],
     ]
+    status, parent = new_status("orchestrator"), identify(os.getppid())
+    write_record(status_path(tmp_path, "orchestrator"), replace(status, pid=parent.pid, started=parent.started))
+    assert ("math", "in flight", 2, None, None) in audit(tmp_path)[0]
     assert lines[-1][0].startswith("In every environment, issued = trained")
 
 
