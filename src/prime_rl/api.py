@@ -24,7 +24,7 @@ from prime_rl.launcher.one_server import process_of, running_server
 from prime_rl.launcher.rundir import as_benchmark
 from prime_rl.launcher.supervise import RunOutcome, Supervisor
 from prime_rl.monitor.run_directory import RunDirectory, open_run
-from prime_rl.transport.commit import CommitError, step_dir
+from prime_rl.transport.commit import MANIFEST, CommitError, step_dir
 from prime_rl.transport.weights import ADAPTER_CONFIG, read_adapter_config, weights_manifest
 
 _READY_SECONDS = 1200.0
@@ -34,11 +34,13 @@ _PROBE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Server:
-    """A server of the OpenAI API. Requests name `model` and carry `api_key`."""
+    """A server of the OpenAI API. Requests name `model`, of an adapter its base model, and carry `api_key`.
+    `version`: of the weights in their run, when they were looked for; 0: a base model."""
 
     base_url: str
     model: str
     api_key: str = field(default="none", repr=False)
+    version: int = 0
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> Iterator[str]:
         """Yield the reply in pieces of text, as it is sampled. `messages`: the conversation, as dicts with `role` and
@@ -98,10 +100,12 @@ def serve(weights: RunDirectory | str | Path, **settings: Any) -> Iterator[Serve
     with TemporaryDirectory(prefix="prime-rl-") as temporary:
         config = _inference_config(model, directory, Path(temporary), settings)
         key = config.api_key or os.environ.get("VLLM_API_KEY") or "none"
-        server = Server(f"{config.server.url}/v1", config.model.name, key)
+        is_version = config.lora is not None or (model / MANIFEST).is_file()
+        version = weights_manifest(model).version if is_version else 0
+        server = Server(f"{config.server.url}/v1", config.model.name, key, version)
         with running_server(config, _READY_SECONDS):
-            if config.lora is not None:
-                body = {"weight_dir": str(model), "version": weights_manifest(model).version}
+            if is_version:  # the server reports what it began with as version 0
+                body = {"weight_dir": str(model), "version": version}
                 with server._post(f"{config.server.url}/update_weights", body):
                     pass
             yield server
@@ -172,5 +176,5 @@ def _server_of(run: RunDirectory) -> Server | None:
     with suppress(CommitError, ValueError, KeyError):
         served = reply.json()
         if weights_manifest(step_dir(run.directory / "weights", served["version"])).hash == served["hash"]:
-            return Server(f"{root}/v1", config.model.name, key)
+            return Server(f"{root}/v1", config.model.name, key, served["version"])
     return None

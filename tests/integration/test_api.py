@@ -28,13 +28,14 @@ async def kernel():
     for cell in json.loads(sys.argv[1]):
         exec(cell, globals())
     assert not trained.running
-    print(scores["reverse-text"]["rollouts"], "attempts")
+    print(scores["reverse-text"]["rollouts"], "attempts at version", scores["reverse-text"]["policy_version"])
 asyncio.run(kernel())
 """
 
 
 def test_the_notebook(tmp_path: Path) -> None:
-    """Contract: its cells run from top to bottom: a run is made, read, served and evaluated, and nothing is left."""
+    """Contract: its cells run from top to bottom: a run is made, read, served and evaluated as the version that it is,
+    and nothing is left."""
     cells = [
         "".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
     ]
@@ -46,7 +47,7 @@ def test_the_notebook(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Step 2 [3/3] | reward" in done.stdout
     assert "Reverse the text character-by-character" in done.stdout  # a sample
-    assert done.stdout.endswith("8.0 attempts\n")
+    assert done.stdout.endswith("8.0 attempts at version 3.0\n")
     assert list_steps(tmp_path / "run" / "rollouts") == [0, 1, 2]
 
 
@@ -79,7 +80,7 @@ def test_chat_asks_the_server_of_a_run_that_goes_on(
         assert "maximum context length" in error[0]
     status.close()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"at {inference_server.root}" in done.stderr
+    assert f", version 0, at {inference_server.root}" in done.stderr
 
 
 def test_chat_says_what_it_cannot_talk_to(tmp_path: Path) -> None:

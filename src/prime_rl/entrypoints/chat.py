@@ -20,7 +20,7 @@ def chat(arguments: list[str], description: str) -> None:
     messages = [*system]
     print(f"looking for a server of {options.run}, or starting one", file=sys.stderr, flush=True)
     with serve(options.run) as server:
-        print(f"{server.model} at {server.base_url}", file=sys.stderr, flush=True)
+        print(f"{server.model}, version {server.version}, at {server.base_url}", file=sys.stderr, flush=True)
         for question in _lines() if options.message is None else [options.message]:
             messages.append({"role": "user", "content": question})
             reply = ""
