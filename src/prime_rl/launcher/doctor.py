@@ -72,9 +72,8 @@ def report(run_directory: RunDirectory) -> tuple[RunState, str, str]:
     well = {name for name, status in statuses.items() if status.outcome in ("finished", "stopped")}
     for name in names if state not in _FINE else ():
         lines = log_tail(run / "logs" / f"{name}.log") if name not in well else []
-        errors = [error for error in map(_ERROR.match, lines) if error is not None]
-        new = [error for error in errors[-1:] if error["message"] not in sentence]
-        rows += [("error", f"{name}.log: {error.string.strip()}") for error in new]
+        errors = [error for error in map(_ERROR.match, lines) if error is not None][-1:]
+        rows += [("error", f"{name}.log: {one.string.strip()}") for one in errors if one["message"] not in sentence]
     rows.append((state.value, sentence))
     return state, sentence, "\n".join(f"{name:<15}{text}".rstrip() for name, text in rows)
 
@@ -82,8 +81,8 @@ def report(run_directory: RunDirectory) -> tuple[RunState, str, str]:
 def _describe(status: ProcessStatus, sentence: str) -> list[str]:
     """Describe a process in a line, and its wait in another, without the error that is in the `sentence` on the run."""
     if (outcome := status.outcome) is not None:
-        known = outcome in sentence
-        return [f"{'ended':<11}{outcome.partition(':')[0] if known else outcome}, {_ago(status.since)}"]
+        outcome = outcome.partition(":")[0] if outcome in sentence else outcome
+        return [f"{'ended':<11}{outcome}, {_ago(status.since)}"]
     line, wait = f"{status.doing}; pid {status.pid}; last progress {_ago(status.progress)}", status.waiting
     waits = [] if wait is None else [f"waits for {wait} (gives up in {minutes(max(0.0, wait.deadline - time.time()))})"]
     return [f"{_process_state(status):<11}{line}", *(f"{'':<11}{text}" for text in waits)]

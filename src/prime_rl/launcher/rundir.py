@@ -115,12 +115,11 @@ def results(output_dir: Path) -> list[str]:
 def option_to_go_on(output_dir: Path, failed: bool) -> str:
     """Return the option with which the same command goes on from an earlier run; `--clean` where there is nothing to go
     on from, as after a failed first evaluation; "" where it begins again by itself."""
-    names = results(output_dir)
+    if not (names := results(output_dir)):
+        return ""
     if "sft" in read_status(output_dir):
-        option = "--ckpt.resume-step -1" if "checkpoints" in names else "--clean"
-    else:
-        option = "--clean" if failed and names == ["metrics"] else "--recover"
-    return option if names else ""
+        return "--ckpt.resume-step -1" if "checkpoints" in names else "--clean"
+    return "--clean" if failed and names == ["metrics"] else "--recover"
 
 
 def newest_step(parent: Path, steps_of: Callable[[Path], Sequence[int]] = list_steps) -> int:
