@@ -68,7 +68,7 @@ class Console:
     def look(self) -> None:
         statuses = self._run.statuses
         for name, status in statuses.items():
-            if "." not in name and name != LAUNCHER:  # no rank but the first
+            if "." not in name and name.partition("-")[0] != LAUNCHER:  # no rank but the first
                 self._show(status)
                 self._all_ready_at = max(self._all_ready_at, status.ready or 0.0)
         for line in [] if self._bench else self.step_lines():

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,8 +16,8 @@ from prime_rl.inference.checks import check_model
 from prime_rl.inference.server import guarded_host
 from prime_rl.launcher import preflight, rundir, slurm
 from prime_rl.launcher.console import Console
-from prime_rl.launcher.nodes import Nodes, node_plan
-from prime_rl.launcher.plan import HostResources, Plan, describe, headlines, lay_out, make_plan
+from prime_rl.launcher.nodes import Nodes
+from prime_rl.launcher.plan import HostResources, NodeRole, Plan, describe, headlines, lay_out, make_plan
 from prime_rl.launcher.ports import claimed_ports, with_ports
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor import read_status
@@ -51,35 +50,45 @@ def run(config: RLConfig) -> int:
         slurm.submit(config, "rl")
         return RunOutcome.SUCCESS.value
     host = HostResources.of_this_host(config.inference)
-    if config.nodes > 1:
-        return _run_on_node(config, host).value
-    plan = make_plan(config, host)
-    names = {process.name for process in plan.processes}
-    settle = partial(with_ports, config, "orchestrator.client", lay_out(config, host).ports)
+    nodes = None if config.nodes == 1 else Nodes(config)
     if config.dry_run:
-        plan = make_plan(settle(), host)
-        for path, section in plan.configs.items():
-            write_toml(section, path)
-        say("\n".join([*headlines(config, plan), "", describe(plan)]))
-        ranks, shared = config.trainer_ranks or config.trainer_gpus, config.trainer.tenants
-        say(preflight.state_memory(config.trainer, ranks, 1 if shared is None else shared.slots))
-        inference_gpus = {gpu for process in plan.processes if process.server is not None for gpu in process.gpus}
-        if shared is None and (estimate := preflight.step_estimate(config, len(inference_gpus), config.trainer_gpus)):
-            say(estimate)
-        try:
-            rundir.refuse_running(config.output_dir, {rundir.LAUNCHER, *names})
-            _check_directory(config)
-        except UserError as error:
-            say(f"rl would refuse: {error}")
+        _show(config, host)
         return RunOutcome.SUCCESS.value
+    if nodes is not None:
+        return _run_on_node(config, host, nodes).value
+    names = {process.name for process in make_plan(config, host).processes}
     with rundir.Owner(config.output_dir) as owner, claimed_ports:
-        claimed = _claim(config, names, lambda: make_plan(settle(), host), _PORT_SECONDS)
-        if claimed is None:
+        plan = _claim(config, names, lambda: make_plan(_with_ports(config, host), host), _PORT_SECONDS)
+        if plan is None:
             return RunOutcome.SUCCESS.value
         if config.trainer.tenants is not None:
-            urls = [f"{server.url}/v1" for server in claimed.servers if server.port]
-            tenants.publish_servers(config.output_dir, urls)
-        return _supervise(config, claimed, owner).value
+            tenants.publish_servers(config.output_dir, [f"{server.url}/v1" for server in plan.servers if server.port])
+        return _supervise(config, plan, owner).value
+
+
+def _with_ports(config: RLConfig, host: HostResources) -> RLConfig:
+    return with_ports(config, "orchestrator.client", lay_out(config, host).ports)
+
+
+def _show(config: RLConfig, host: HostResources) -> None:
+    """Print what this host would run, and what would refuse it; write the configuration of each process."""
+    role = NodeRole.of(config)
+    urls = [] if role.is_alone else [f"http://NODE-{rank}:PORT" for rank in range(role.leader)]
+    plan = make_plan(_with_ports(config, host) if role.is_alone else config, host, urls)
+    for path, section in plan.configs.items():
+        write_toml(section, path)
+    say("\n".join([*headlines(config, plan), "", describe(plan)]))
+    ranks, shared = config.trainer_ranks or config.trainer_gpus, config.trainer.tenants
+    say(preflight.state_memory(config.trainer, ranks * role.trainers, 1 if shared is None else shared.slots))
+    inference_gpus = {gpu for process in plan.processes if process.server is not None for gpu in process.gpus}
+    if shared is None and (estimate := preflight.step_estimate(config, len(inference_gpus), config.trainer_gpus)):
+        say(estimate)
+    try:
+        if role.leads:
+            rundir.refuse_running(config.output_dir, {rundir.LAUNCHER, *(process.name for process in plan.processes)})
+            _check_directory(config)
+    except UserError as error:
+        say(f"rl would refuse: {error}")
 
 
 def _claim(config: RLConfig, names: set[str], make: Callable[[], _Made], seconds: float) -> _Made | None:
@@ -115,31 +124,23 @@ def _claim(config: RLConfig, names: set[str], make: Callable[[], _Made], seconds
     return made
 
 
-def _run_on_node(config: RLConfig, host: HostResources) -> RunOutcome:
+def _run_on_node(config: RLConfig, host: HostResources, nodes: Nodes) -> RunOutcome:
     """Run this node's part of a run of several."""
-    nodes = Nodes(config)
-    if config.dry_run:
-        plan = node_plan(config, host, nodes, [f"http://NODE-{rank}:PORT" for rank in range(nodes.servers)])
-        say(describe(plan))
-        return RunOutcome.SUCCESS
+    leads = nodes.role.leads
     with ExitStack() as exit_stack:
-        owner = exit_stack.enter_context(rundir.Owner(config.output_dir)) if nodes.is_leader else None
-        if nodes.is_leader:
+        owner = exit_stack.enter_context(rundir.Owner(config.output_dir)) if leads else None
+        if leads:
             try:
-                claimed = _claim(config, {"trainer", "orchestrator"}, lambda: True, _OTHER_HOSTS_SECONDS)
+                if not _claim(config, {"trainer", "orchestrator"}, lambda: True, _OTHER_HOSTS_SECONDS):
+                    return nodes.end(RunOutcome.SUCCESS)
             except UserError:
-                nodes.publish(RunOutcome.FAILURE.name)
+                nodes.end(RunOutcome.FAILURE)
                 raise
-            if claimed is None:
-                nodes.publish(RunOutcome.SUCCESS.name)
-                return RunOutcome.SUCCESS
         exit_stack.enter_context(nodes)
-        first = 0 if nodes.is_leader else nodes.leader
-        records = nodes.await_nodes(range(first, nodes.servers if nodes.is_leader else first + 1), say)
-        if ended := [record for record in records if record.state in RunOutcome.__members__]:
-            say(f"the run has ended on {ended[0].host}")
-            return nodes.outcome(RunOutcome[ended[0].state])
-        plan = node_plan(config, host, nodes, [record.url for record in records])
+        urls = nodes.await_others(say)
+        if nodes.has_ended:
+            return nodes.end(RunOutcome.FAILURE)
+        plan = make_plan(config, host, urls if leads else ())
         for process in plan.processes:
             if process.server is not None:
                 rundir.forget_status(config.output_dir, process.name)
@@ -181,12 +182,12 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner | None, nodes: 
     with console.region:
         supervisor = Supervisor(
             plan.processes, output_dir, console.say, tick, policy, lambda: drained(config), os.environ,
-            over=lambda: nodes is None or nodes.is_trainer,
-            writes_status=nodes is None or nodes.is_leader or not nodes.is_trainer,  # the leader's ranks report for all
+            over=lambda: nodes is None or nodes.role.trains,
+            writes_status=nodes is None or nodes.role.leads or nodes.role.serves,  # the leader's ranks report for all
         )  # fmt: skip
         outcome = supervisor.run()
         if nodes is not None:
-            outcome = nodes.outcome(outcome)
+            outcome = nodes.end(outcome)
         console.look()
     words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}
     steps = len(read_metrics(metrics_path(output_dir, "trainer"))) if bench else len(console.steps)

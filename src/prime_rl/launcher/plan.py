@@ -1,7 +1,7 @@
 """What `rl` is going to start: a pure function of the configuration and of what this machine has.
 
-`make_plan` lists the processes, `lay_out` says which GPUs, ports and how much memory each gets,
-`HostResources.of_this_host` looks at the machine.
+`make_plan` lists the processes of this host, which is one of several nodes or has them all, `lay_out` says which GPUs,
+ports and how much memory each gets, `HostResources.of_this_host` looks at the machine.
 """
 
 import os
@@ -18,6 +18,7 @@ from prime_rl.config.inference import server_name
 from prime_rl.config.share import PAIR
 from prime_rl.errors import UserError
 from prime_rl.inference.checks import gpu_memory, tiny_cache_gib, visible_gpus, weights_gib
+from prime_rl.launcher.rundir import LAUNCHER
 from prime_rl.redact import is_secret
 from prime_rl.transport.settings import dry_path
 
@@ -107,50 +108,93 @@ class Layout:
     ports: tuple[int, ...] = ()  # of each server, after `inference.server.port`
 
 
-def make_plan(config: RLConfig, machine: HostResources) -> Plan:
-    """Plan processes, their GPUs, ports and configs. Raises UserError: too few ports, or as `lay_out`."""
-    layout, client = lay_out(config, machine), config.orchestrator.client
-    servers = {server_name(number): _server(config, port) for number, port in enumerate(layout.ports)}
+@dataclass(frozen=True)
+class NodeRole:
+    """What one of several nodes runs; by default that of a run's only host, which runs everything.
+
+    The first nodes serve, the others train. The first of these *leads*: it has the orchestrator.
+    """
+
+    rank: int = 0
+    leader: int = 0  # its rank, the number of nodes that only serve
+    trainers: int = 1  # nodes that train
+    serves: bool = True
+    trains: bool = True
+
+    @classmethod
+    def of(cls, config: RLConfig) -> Self:
+        if config.node_rank is None:
+            return cls()
+        rank, servers = config.node_rank, 0 if config.inference is None else config.inference_nodes
+        return cls(rank, servers, config.nodes - servers, rank < servers, rank >= servers)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == self.leader
+
+    @property
+    def is_alone(self) -> bool:
+        return self.serves and self.trains
+
+
+def launcher_name(rank: int) -> str:
+    """Return the name of the `rl` on one of several nodes, among those of processes."""
+    return f"{LAUNCHER}-{rank}"
+
+
+def make_plan(config: RLConfig, machine: HostResources, urls: Sequence[str] = ()) -> Plan:
+    """Plan processes of this host, their GPUs, ports and configs. `urls`: of servers on other nodes.
+    Raises UserError: too few ports, or as `lay_out`."""
+    role, layout, client = NodeRole.of(config), lay_out(config, machine), config.orchestrator.client
+    servers = {server_name(role.rank + number): _server(config, port) for number, port in enumerate(layout.ports)}
     gpus = dict(zip(servers, layout.servers, strict=True)) | {"trainer": layout.trainer, "orchestrator": ()}
-    sections = _sections(config, layout, servers)
     tenants = config.trainer.tenants
 
-    def process(name: str, *module: str, **more: Any) -> ProcessSpec:
-        return process_spec(config, machine, name, gpus[name], *module, **more)
+    def process(name: str, *module: str, key_variable: str = "", log: str = "", **more: Any) -> ProcessSpec:
+        """`key_variable`: gives it the servers' key."""
+        recover = [RECOVER] if config.recover and name in PAIR else []
+        argv = (sys.executable, "-m", *module, "@", str(config_path(config, name)), *recover)
+        env = environment(config, machine, name, gpus[name])
+        if key_variable and config.inference is not None and config.inference.api_key is not None:
+            env[key_variable] = config.inference.api_key
+        return ProcessSpec(name, argv, config.output_dir / "logs" / f"{log or name}.log", env, gpus[name], **more)
 
-    ranks = config.trainer_ranks or max(1, len(layout.trainer))
-    # Port 0: torchrun picks a free one, so that two runs on one host never meet.
-    train = torchrun(ranks, "localhost:0") if ranks > 1 else (TRAINER,)
-    # A server that measures what is free of the GPU must be alone with it.
-    alone = tuple(servers) if layout.training_gib and layout.cache_gib is None else ()
-    processes = (
-        *(process(name, INFERENCE, key_variable="VLLM_API_KEY", server=server) for name, server in servers.items()),
-        process("trainer", *train, drain_children=ranks > 1, after_ready=alone),
-        *([] if tenants else [process("orchestrator", ORCHESTRATOR, key_variable=client.api_key_var)]),
-    )
-    files = {config_path(config, name): section for name, section in sections.items()}
-    external = ServerSpec(", ".join(client.base_urls), client.ready_timeout)
+    processes = [
+        process(name, INFERENCE, key_variable="VLLM_API_KEY", server=server) for name, server in servers.items()
+    ]
+    if role.trains:
+        ranks = config.trainer_ranks or max(1, len(layout.trainer))
+        several = ranks * role.trainers > 1
+        # A server that measures what is free of the GPU must be alone with it.
+        alone = tuple(servers) if layout.training_gib and layout.cache_gib is None else ()
+        log = "" if role.leads else f"trainer-{role.rank}"
+        module = _torchrun(config, role, ranks) if several else (TRAINER,)
+        processes.append(process("trainer", *module, drain_children=several, after_ready=alone, log=log))
+    if role.leads and tenants is None:
+        processes.append(process("orchestrator", ORCHESTRATOR, key_variable=client.api_key_var))
+    sections = _sections(config, layout, servers, urls)
+    files: dict[Path, BaseConfig] = {
+        config_path(config, LAUNCHER if role.is_alone else launcher_name(role.rank)): config
+    }
+    files |= {config_path(config, process.name): sections[process.name] for process in processes}
+    external = [] if config.inference is not None else [ServerSpec(", ".join(client.base_urls), client.ready_timeout)]
     versions = "" if config.trainer.lora is None else config.trainer.lora.describe()
     versions += f", of {tenants.slots} tenants at a time" if tenants else ""
-    return Plan(processes, files, tuple(servers.values()) or (external,), config.output_dir, versions)
+    return Plan(tuple(processes), files, (*servers.values(), *external), config.output_dir, versions)
 
 
-def process_spec(
-    config: RLConfig, machine: HostResources, name: str, gpus: tuple[str, ...], *module: str,
-    key_variable: str = "", log: str = "", **more: Any,
-) -> ProcessSpec:  # fmt: skip
-    """Return what starts one process of a run. `key_variable`: gives it the servers' key."""
-    recover = [RECOVER] if config.recover and name in PAIR else []
-    argv = (sys.executable, "-m", *module, "@", str(config_path(config, name)), *recover)
-    env = environment(config, machine, name, gpus)
-    if key_variable and config.inference is not None and config.inference.api_key is not None:
-        env[key_variable] = config.inference.api_key
-    return ProcessSpec(name, argv, config.output_dir / "logs" / f"{log or name}.log", env, gpus, **more)
-
-
-def torchrun(ranks: int, endpoint: str, *options: str) -> tuple[str, ...]:
+def _torchrun(config: RLConfig, role: NodeRole, ranks: int) -> tuple[str, ...]:
     """Return the module that starts the trainer's ranks of this host, and its arguments. The ranks watch its process,
     and it ends with them."""
+    # Port 0: torchrun picks a free one, so that two runs on one host never meet.
+    endpoint, options = "localhost:0", tuple[str, ...]()
+    if role.trainers > 1:
+        assert config.rendezvous is not None
+        # torchrun guesses by hostname which node hosts the store: set it explicitly. It is waited for as a server.
+        seconds = f"{config.ready_timeout:.0f}"
+        rdzv_conf = f"is_host={role.leads},join_timeout={seconds},read_timeout={seconds}"
+        endpoint = config.rendezvous
+        options = ("--nnodes", str(role.trainers), "--rdzv-id", "prime-rl", "--rdzv-conf", rdzv_conf)
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *options, "--role", "trainer")
     return ("torch.distributed.run", "--nproc-per-node", str(ranks), *rendezvous, "-m", "prime_rl.trainer.rl.train")
 
@@ -196,17 +240,18 @@ def headlines(config: RLConfig, plan: Plan) -> list[str]:
     return [f"{name:<13} {what}" for name, what in lines]
 
 
-def _sections(config: RLConfig, layout: Layout, servers: Mapping[str, ServerSpec]) -> dict[str, BaseConfig]:
+def _sections(
+    config: RLConfig, layout: Layout, servers: Mapping[str, ServerSpec], urls: Sequence[str]
+) -> dict[str, BaseConfig]:
+    """Return the settings of each process, whether this host runs it or not."""
     trainer, orchestrator, inference = config.trainer, config.orchestrator, config.inference
     if trainer.recovery_interval is None and config.max_restarts and not config.bench:
         trainer = trainer.model_copy(update={"recovery_interval": config.recovery_interval})
     if layout.training_gib is not None:
         trainer = trainer.with_values({"model.memory_limit": layout.training_gib, "weights.shares_gpu": True})
-    if len(servers) > 1:
-        urls = [f"{server.url}/v1" for server in servers.values()]
-        orchestrator = orchestrator.with_values({"client.base_url": urls})
-    sections: dict[str, BaseConfig] = {"rl": config, "trainer": trainer}
-    sections |= {"orchestrator": orchestrator} if trainer.tenants is None else {}
+    if urls := urls or [server.url for server in servers.values()]:
+        orchestrator = orchestrator.with_values({"client.base_url": [f"{url}/v1" for url in urls]})
+    sections: dict[str, BaseConfig] = {"trainer": trainer, "orchestrator": orchestrator}
     if inference is None:
         return sections
     # What is free on a shared GPU is the trainer's. It leaves room for a server's copy only where it publishes there.
@@ -218,7 +263,7 @@ def _sections(config: RLConfig, layout: Layout, servers: Mapping[str, ServerSpec
         "gpu_memory_utilization": layout.utilization,
         "stage_on_device": inference.stage_on_device and (layout.training_gib is None or published),
     }
-    for number, (name, server) in enumerate(servers.items()):
+    for number, (name, server) in enumerate(servers.items(), NodeRole.of(config).rank):
         sections[name] = inference.with_values({**common, "server.port": server.port, "replica": number})
     return sections
 
@@ -259,12 +304,15 @@ def _server(config: RLConfig, offset: int) -> ServerSpec:
 
 
 def lay_out(config: RLConfig, machine: HostResources) -> Layout:
-    """Give the servers the first GPUs, and the trainer the next ones, or the same.
+    """Give the servers of this host the first GPUs, and its trainer the next ones, or the same.
     Raises UserError, with the arithmetic: it cannot be."""
-    inference, visible = config.inference, machine.gpus
+    inference, visible, role = config.inference, machine.gpus, NodeRole.of(config)
     serves = inference is not None and on_cuda(inference.device, machine)
     training = config.trainer_gpus if on_cuda(config.trainer.device, machine) else 0
     _refuse_senseless(config, serves, training)
+    training = training if role.trains else 0
+    if not role.serves:
+        inference, serves = None, False
     count = 0 if inference is None else _count_servers(config, inference, serves)
     size = 0 if inference is None or not serves else gpus_of_a_server(inference)
     inference_gpus = count * size
@@ -275,9 +323,11 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
         limit = machine.environ.get("CUDA_VISIBLE_DEVICES")
         have = "no GPU was found" if limit is None else f"CUDA_VISIBLE_DEVICES is '{limit}'"
         have = f"{len(visible)} visible ({', '.join(visible)})" if visible else have
-        hint = "; one GPU can do both: --share-gpus" if 2 * len(visible) == needed and not config.share_gpus else ""
+        both = role.is_alone and 2 * len(visible) == needed and not config.share_gpus
+        host = "the run" if role.is_alone else f"node {role.rank}"
+        hint = "; one GPU can do both: --share-gpus" if both else ""
         raise UserError(
-            f"the run needs {needed} GPUs ({inference_gpus} for inference, {training} for trainer), but {have}: see "
+            f"{host} needs {needed} GPUs ({inference_gpus} for inference, {training} for trainer), but {have}: see "
             f"--trainer-gpus, --inference-gpus, --device{hint}"
         )
     servers = tuple(tuple(visible[size * number : size * (number + 1)]) for number in range(count))
@@ -287,7 +337,7 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
     if not serves:
         machine = replace(machine, gpu_gib=None)
     ports = tuple(range(len(servers)))
-    if serves and _gains_by_two(config, inference, len(servers), machine):
+    if serves and role.is_alone and _gains_by_two(config, inference, len(servers), machine):
         memory = _memory(config, inference, 2, machine)
         if memory[1] is not None:
             return Layout(servers * 2, trainer, *memory, (*ports, *(_EXTRA_PORTS + port for port in ports)))

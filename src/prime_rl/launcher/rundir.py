@@ -32,7 +32,7 @@ _COMMITTED = ("step_*", ".step_*", "given_up_*", ".given_up_*", "*.json", ".*.js
 _NAMED = tuple(f"{name}{end}" for name in _PROCESSES for end in (".jsonl", ".log", ".*.log", ".toml"))
 _WRITTEN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("rollouts", "token_stats", "weights", "checkpoints", "recovery"), _COMMITTED),
-    **dict.fromkeys(("incarnations", "leases", "settings", "status", "nodes"), _COMMITTED),
+    **dict.fromkeys(("incarnations", "leases", "settings", "status"), _COMMITTED),
     **dict.fromkeys(("metrics", "configs"), _NAMED),
     **dict.fromkeys(("evals", "mlruns"), ("*",)),
     "logs": (*_NAMED, "envs", "wandb"),

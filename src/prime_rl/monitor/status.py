@@ -61,6 +61,7 @@ class ProcessStatus:
     ready: FiniteFloat | None = None  # when it reached its steady state in this incarnation; None before
     host: str = ""
     started: int = 0  # in clock ticks since that host's boot, which tells a reused pid. 0: not known
+    url: str = ""  # of its server, for other hosts
 
     @property
     def id(self) -> ProcessId:
@@ -81,13 +82,13 @@ class Status:
     """Writer side. Changes are written at once, other calls at most five times a second. Any thread may call. A process
     has one status under each name: a second object for it goes on where the first one was."""
 
-    def __init__(self, output_dir: Path, process: str) -> None:
+    def __init__(self, output_dir: Path, process: str, url: str = "") -> None:
         # Resolved: by it the one before is known, however it was written.
         self._path = status_path(output_dir.resolve(), process)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         for path in self._path.parent.glob(f".{self._path.name}.tmp-*"):
             path.unlink(missing_ok=True)  # half-written when this process was killed
-        self._status = new_status(process)
+        self._status = replace(new_status(process), url=url)
         self._say_wait = 0.0  # when to say it next
         self._last_write = 0.0
         # Reentrant: a signal handler may call while the same thread is inside.
