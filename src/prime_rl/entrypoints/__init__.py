@@ -55,7 +55,7 @@ def begin(config: _Run, name: str, plan: Callable[[_Run], list[str]]) -> _Run | 
         return None
     party: Party = "trainer" if isinstance(config, TrainerConfig) else "orchestrator"
     shares = not isinstance(config, SFTConfig)
-    check = partial(compare, config, party, gone=False) if shares else lambda: None
+    check = partial(compare, config, party) if shares else lambda: None
     with cleaned(config.output_dir, name, check=check) if config.clean else nullcontext():
         if shares:
             check_and_commit(config, party)

@@ -249,7 +249,9 @@ def _sections(
         trainer = trainer.model_copy(update={"recovery_interval": config.recovery_interval})
     if layout.training_gib is not None:
         trainer = trainer.with_values({"model.memory_limit": layout.training_gib, "weights.shares_gpu": True})
-    if urls := urls or [server.url for server in servers.values()]:
+    if len(servers) > 1:
+        urls = [server.url for server in servers.values()]
+    if urls:
         orchestrator = orchestrator.with_values({"client.base_url": [f"{url}/v1" for url in urls]})
     sections: dict[str, BaseConfig] = {"trainer": trainer, "orchestrator": orchestrator}
     if inference is None:
