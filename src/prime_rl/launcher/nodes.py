@@ -129,8 +129,8 @@ class Nodes:
                 supervisor.stop()
             elif status.outcome in ("failed", "stopped") or (status.outcome is None and silence > _LOST_SECONDS):
                 if not peer.is_lost:
-                    ended, lost = f"has ended ({status.outcome})", f"has given no sign of life for {silence:.0f} s"
-                    what = ended if status.outcome else lost
+                    silent = f"has given no sign of life for {silence:.0f} s"
+                    what = f"has ended ({status.outcome})" if status.outcome else silent
                     say(f"node {rank} ({status.host}) {what}: run the same command there again")
                 peer.is_lost = True
             else:
