@@ -31,33 +31,27 @@ _RAISED: ContextVar[list[str]] = ContextVar("raised")
 
 class ClassicEnv(ConversationEnv):
     def __init__(self, setup: Setup) -> None:
-        name = f"environment {setup.env_id!r}"
         load = vars(ids.import_module(setup.env_id)).get("load_environment")
         if load is None:
-            raise ids.LoadError(f"{name} is not classic: {ids.module_name(setup.env_id)} has no load_environment")
+            raise ids.LoadError(f"it is not classic: {ids.module_name(setup.env_id)} has no load_environment")
         args = dict(setup.args)
         split = "train" if "split" in inspect.signature(load).parameters else args.pop("split", "train")
         if split not in ("train", "eval"):
-            raise ids.LoadError(f"{name}: argument split is {split!r}: 'train' or 'eval' is needed")
-        ids.check_arguments(setup.env_id, args, load)
-        try:
-            self._env = load(**args)
-            if split == "eval":
-                self._env.build_eval_dataset()
-                if self._env.eval_dataset is None:  # verifiers would take the training tasks in their place
-                    raise ValueError(
-                        'it has no tasks of its own for evaluation (split = "eval"): leave the split out to be '
-                        "evaluated on those that it is trained on, or name another environment"
-                    )
-            self.tasks = self._env.get_eval_dataset() if split == "eval" else self._env.get_dataset()
-            self.task_ids = ids.unique(
-                f"{ids.module_name(setup.env_id)}/{number}" for number in self.tasks["example_id"]
-            )
-            if not self.task_ids:
-                raise ValueError("it has no tasks")
-        except Exception as error:
-            raise ids.LoadError(f"{name} failed to load: {ids.describe(error)}") from error
-        self._weights = _prepare_rubrics(self._env, setup.env_id)
+            raise ids.LoadError(f"argument split is {split!r}: 'train' or 'eval' is needed")
+        ids.check_arguments(args, load)
+        self._env = load(**args)
+        if split == "eval":
+            self._env.build_eval_dataset()
+            if self._env.eval_dataset is None:  # verifiers would take the training tasks in their place
+                raise ids.LoadError(
+                    'it has no tasks of its own for evaluation (split = "eval"): leave the split out to be '
+                    "evaluated on those that it is trained on, or name another environment"
+                )
+        self.tasks = self._env.get_eval_dataset() if split == "eval" else self._env.get_dataset()
+        self.task_ids = ids.unique(f"{ids.module_name(setup.env_id)}/{number}" for number in self.tasks["example_id"])
+        if not self.task_ids:
+            raise ids.LoadError("it has no tasks")
+        self._weights = _prepare_rubrics(self._env)
         nested = list(_nested(self._env, "envs"))
         self._shortened = False  # by `max_turns`, below what the environment itself allows
         for env in nested:
@@ -175,16 +169,15 @@ def _nested(whole: Any, parts: str) -> Iterator[Any]:
         yield from _nested(part, parts)
 
 
-def _prepare_rubrics(env: Any, env_id: str) -> dict[str, float]:
+def _prepare_rubrics(env: Any) -> dict[str, float]:
     """Have reward functions say when they raise. Returns their weights. Raises LoadError: one scores a group."""
     weights: dict[str, float] = {}
     for rubric in [rubric for one in _nested(env, "envs") for rubric in _nested(one.rubric, "rubrics")]:
         for func, weight in zip(rubric.funcs, rubric.weights, strict=True):
             if rubric._is_group_func(func):
                 raise ids.LoadError(
-                    f"environment {env_id!r}: its reward function {func.__name__!r} scores a group of episodes "
-                    "together, which cannot be had here: score each episode alone, or let an algorithm compare those "
-                    "of a group"
+                    f"its reward function {func.__name__!r} scores a group of episodes together, which cannot be had "
+                    "here: score each episode alone, or let an algorithm compare those of a group"
                 )
             weights[func.__name__] = weight
         rubric.funcs = [

@@ -19,9 +19,9 @@ from renderers.base import ParsedToolCall, RenderedTokens
 from renderers.client import generate
 
 from prime_rl.envs.convert import ASSISTANT, Message, Turn, classify, finish, role_index, samples_of
-from prime_rl.envs.ids import LoadError, report
+from prime_rl.envs.ids import report
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, RoutedExperts, Run, Setup
-from prime_rl.envs.renderer import RendererError, choose
+from prime_rl.envs.renderer import choose
 
 CONNECT_SECONDS = 30.0
 # `inference` closes an idle connection after 60 s: one that may be closing must not be used again.
@@ -106,7 +106,7 @@ class Conversation:
 
 class ConversationEnv:
     """An environment, each episode of which is a conversation with the model that is kept here. `async with
-    ConversationEnv(…) as env: await env.run(…)`. Constructing one loads everything; may raise LoadError."""
+    ConversationEnv(…) as env: await env.run(…)`. Constructing one loads everything, as `worker.load` does."""
 
     bounded = True
     task_ids: list[str]
@@ -150,14 +150,11 @@ class EngineClient:
     """Connections to the engine's servers, and the renderer of its model. `generate` needs a running event loop."""
 
     def __init__(self, setup: Setup, tools: bool) -> None:
-        """`tools`: conversations have some. Raises LoadError: no renderer fits the model."""
+        """`tools`: conversations have some. Raises RendererError: no renderer fits the model."""
         self.model = setup.sampled_by or setup.model
         self.branched = setup.trajectories == "branched"
         self._connections: dict[str, EngineConnection] = {}
-        try:
-            self.renderer = choose(setup.model, setup.renderer, tools)
-        except RendererError as error:
-            raise LoadError(f"environment {setup.env_id!r}: {error}") from error
+        self.renderer = choose(setup.model, setup.renderer, tools)
 
     async def close(self) -> None:
         for connection in self._connections.values():

@@ -23,14 +23,14 @@ from prime_rl.errors import UserError
 
 Kind = Literal["verifiers", "classic", "python"]
 CLASSIC = (
-    'is written for the classic verifiers API (load_environment): give it `adapter = "classic"` and in `python` an '
+    'it is written for the classic verifiers API (load_environment): give it `adapter = "classic"` and in `python` an '
     "interpreter with verifiers 0.3.1 (docs/guides/environments.md: A Python environment of its own)"
 )
 _REPORTED: set[str] = set()
 
 
 class LoadError(UserError):
-    """The environment cannot be loaded; the message is one line that names the cause."""
+    """The environment cannot be loaded. The message is one line that says why; `worker.load` names the environment."""
 
 
 class Broken(Exception):
@@ -141,17 +141,13 @@ def report(error: BaseException) -> str:
 
 
 def import_module(env_id: str) -> ModuleType:
-    """The module of an environment. Raises LoadError: there is none, or it fails."""
-    module = module_name(env_id)
+    """The module of an environment. Raises LoadError where there is none."""
     if find(env_id) is None:
-        raise LoadError(f"environment {env_id!r} not found: there is no Python module {module!r}")
-    try:
-        return importlib.import_module(module)
-    except Exception as error:
-        raise LoadError(f"environment {env_id!r} failed to import: {describe(error)}") from error
+        raise LoadError(f"not found: there is no Python module {module_name(env_id)!r}")
+    return importlib.import_module(module_name(env_id))
 
 
-def check_arguments(env_id: str, names: Iterable[str], taken: Callable[..., Any] | Iterable[str]) -> None:
+def check_arguments(names: Iterable[str], taken: Callable[..., Any] | Iterable[str]) -> None:
     """Raises LoadError for an argument that an environment does not take: `taken` is its function, or the names."""
     if callable(taken):
         parameters = inspect.signature(taken).parameters.values()
@@ -169,4 +165,4 @@ def check_arguments(env_id: str, names: Iterable[str], taken: Callable[..., Any]
                     "(`--no-eval`, under `rl` `--orchestrator.no-eval`)"
                 )
             listed = ", ".join(accepted) or "none"
-            raise LoadError(f"environment {env_id!r} has no argument {name!r}{hint} (arguments: {listed})")
+            raise LoadError(f"there is no argument {name!r}{hint} (arguments: {listed})")

@@ -104,23 +104,20 @@ class PlainEnv(ConversationEnv):
 
 def _parts(module: Mapping[str, Any], setup: Setup) -> tuple[Callable[..., Any], list[dict[str, Any]]]:
     """The `rollout` of a module, and its tasks. Raises LoadError."""
-    env, rollout, tasks = f"environment {setup.env_id!r}", module.get("rollout"), module.get("tasks")
-    ids.check_arguments(setup.env_id, setup.args, tasks if callable(tasks) else ())
+    rollout, tasks = module.get("rollout"), module.get("tasks")
+    ids.check_arguments(setup.args, tasks if callable(tasks) else ())
     if not inspect.iscoroutinefunction(rollout):
-        raise ids.LoadError(f"{env} needs `async def rollout(task, chat)`")
-    try:
-        loaded = list(itertools.islice(tasks(**setup.args) if callable(tasks) else tasks or (), MAX_TASKS + 1))
-    except Exception as error:
-        raise ids.LoadError(f"{env}: `tasks` gives no tasks: {ids.describe(error)}") from error
+        raise ids.LoadError("it needs `async def rollout(task, chat)`")
+    loaded = list(itertools.islice(tasks(**setup.args) if callable(tasks) else tasks or (), MAX_TASKS + 1))
     if not 0 < len(loaded) <= MAX_TASKS:
-        raise ids.LoadError(f"{env} has {f'more than {MAX_TASKS}' if loaded else 'no'} tasks")
+        raise ids.LoadError(f"it has {f'more than {MAX_TASKS}' if loaded else 'no'} tasks")
     for number, task in enumerate(loaded):
         if not isinstance(task, dict):
-            raise ids.LoadError(f"{env}: task {number} is a {type(task).__name__}, not a dict")
+            raise ids.LoadError(f"task {number} is a {type(task).__name__}, not a dict")
         prompt = task.get("prompt")
         listed = isinstance(prompt, list) and all(isinstance(one, dict) and "role" in one for one in prompt)
         if not (prompt is None or isinstance(prompt, str) or listed):
-            raise ids.LoadError(f"{env}: the prompt of task {number} is neither text nor a list of messages")
+            raise ids.LoadError(f"the prompt of task {number} is neither text nor a list of messages")
     return rollout, loaded
 
 

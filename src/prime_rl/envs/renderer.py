@@ -30,6 +30,7 @@ from renderers.configs import config_from_name
 from renderers.qwen3 import _TOOLS_FOOTER, _TOOLS_HEADER
 
 from prime_rl.envs.convert import parsed_json
+from prime_rl.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ _PROBE: tuple[dict[str, Any], ...] = (
 )
 
 
-class RendererError(Exception):
+class RendererError(UserError):
     """No renderer can be made for this model and choice; the message names the cause."""
 
 

@@ -92,7 +92,8 @@ vf_env._as_error = _with_place(vf_env._as_error)  # type: ignore[assignment]
 
 
 class VerifiersEnv:
-    """`async with VerifiersEnv(setup) as env: await env.run(…)`. Constructing it loads everything; raises LoadError."""
+    """`async with VerifiersEnv(setup) as env: await env.run(…)`. Constructing it loads everything, as
+    `worker.load` does."""
 
     def __init__(self, setup: Setup) -> None:
         setup = replace(setup, env_id=_import(setup.env_id))
@@ -100,28 +101,22 @@ class VerifiersEnv:
         self._model = setup.sampled_by or setup.model
         config = _env_config(setup)
         self._branched = setup.trajectories == "branched"
-        try:
-            taskset = taskset_class(setup.env_id)
-            tools = taskset.toolsets(config.taskset) or taskset.task_type().toolsets(config.taskset.task)
-        except Exception as error:
-            raise LoadError(f"environment {setup.env_id!r}: its tools failed to load: {ids.describe(error)}") from error
+        taskset = taskset_class(setup.env_id)
+        tools = taskset.toolsets(config.taskset) or taskset.task_type().toolsets(config.taskset.task)
         self.engine = None if setup.chat_timeout else EngineClient(setup, bool(tools))
         by_tokens: Any = vf.TrainClientConfig(api_key_var=API_KEY_VAR)
         self._client = chat_config(setup.chat_timeout) if setup.chat_timeout else by_tokens
-        try:
-            self._env = vf.load_environment(config)
-            random.seed(0)  # of an endless taskset every worker is to draw the same first tasks
-            self.bounded: bool = self._env.taskset.bounded
-            self.tasks = list(itertools.islice(self._env.taskset, None if self.bounded else ENDLESS_TASKS))
-            random.seed()
-            if not self.tasks:
-                raise ValueError("it has no tasks")
-            self.task_ids = unique(task.key for task in self.tasks)
-            shows = self.engine.renderer if self.engine and setup.demonstration else None
-            self._show = functools.partial(_hint, shows, setup)
-            self._show(self.tasks[0])  # an environment whose first task has none is not one to start with
-        except Exception as error:
-            raise LoadError(f"environment {setup.env_id!r} failed to load: {ids.describe(error)}") from error
+        self._env = vf.load_environment(config)
+        random.seed(0)  # of an endless taskset every worker is to draw the same first tasks
+        self.bounded: bool = self._env.taskset.bounded
+        self.tasks = list(itertools.islice(self._env.taskset, None if self.bounded else ENDLESS_TASKS))
+        random.seed()
+        if not self.tasks:
+            raise LoadError("it has no tasks")
+        self.task_ids = unique(task.key for task in self.tasks)
+        shows = self.engine.renderer if self.engine and setup.demonstration else None
+        self._show = functools.partial(_hint, shows, setup)
+        self._show(self.tasks[0])  # an environment whose first task has none is not one to start with
         verifiers_commit()  # which runs git, and is cached
         self._exit_stack = contextlib.AsyncExitStack()
 
@@ -172,7 +167,7 @@ class VerifiersEnv:
 
 
 def _env_config(setup: Setup) -> Any:
-    check_arguments(setup.env_id, setup.args, taskset_config_type(setup.env_id).model_fields.keys() - {"id"})
+    check_arguments(setup.args, taskset_config_type(setup.env_id).model_fields.keys() - {"id"})
     taskset = {"id": setup.env_id, **setup.args}
     try:
         bare = vf.resolve_env_config({"taskset": taskset})
@@ -182,7 +177,7 @@ def _env_config(setup: Setup) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "taskset")
-        raise LoadError(f"environment {setup.env_id!r}: argument {where}: {first['msg']}") from error
+        raise LoadError(f"argument {where}: {first['msg']}") from error
 
 
 def _agent_overrides(setup: Setup, agent: Any) -> dict[str, Any]:
@@ -212,11 +207,11 @@ def _import(env_id: str) -> str:
         taskset_class(alias)
     except ModuleNotFoundError as error:
         raise LoadError(
-            f"environment {env_id!r} not found: there is no Python module {module!r} "
+            f"not found: there is no Python module {module!r} "
             f"(install it with `prime env install owner/{env_id.rsplit('/', 1)[-1]}` or `uv add`)"
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
-        raise LoadError(f"environment {env_id!r} is not usable: {ids.describe(error)}") from error
+        raise LoadError(f"it is not usable: {ids.describe(error)}") from error
     return alias
 
 

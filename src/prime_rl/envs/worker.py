@@ -29,9 +29,10 @@ import zmq.asyncio
 
 from prime_rl import faults, processes
 from prime_rl.envs import protocol
-from prime_rl.envs.ids import CLASSIC, Broken, LoadError, check_version, find, kind_of
+from prime_rl.envs.ids import CLASSIC, Broken, LoadError, check_version, describe, find, kind_of
 from prime_rl.envs.protocol import MOST_BYTES, Outcome, Page, Run, Setup, decode, encode
 from prime_rl.envs.trial import find_fault
+from prime_rl.errors import UserError
 
 if TYPE_CHECKING:
     from prime_rl.envs.conversation import ConversationEnv
@@ -48,32 +49,46 @@ Adapter = Union["ConversationEnv", "VerifiersEnv"]
 
 
 def load(setup: Setup) -> Adapter:
-    """The environment of a setup, loaded. Raises LoadError: it is not there, or cannot be used as it is set up."""
+    """The environment of a setup, loaded. Raises LoadError, which names it: it is not there, or cannot be used as it is
+    set up."""
     check_version(setup.env_id)
+    name = f"environment {setup.env_id!r}"
+    try:
+        return _adapter(setup)(setup)
+    except UserError as error:
+        raise LoadError(f"{name}: {error}") from error
+    except ModuleNotFoundError as error:
+        raise LoadError(f"{name} needs the module {error.name!r}, which {sys.executable} does not have") from error
+    except Exception as error:
+        raise LoadError(f"{name} failed to load: {describe(error)}") from error
+
+
+def _adapter(setup: Setup) -> Callable[[Setup], Adapter]:
+    """What loads environments of this kind, imported. Raises LoadError: there is none here."""
     kind = kind_of(setup.env_id) if setup.adapter == "auto" else setup.adapter
     if kind != "verifiers" and (setup.demonstration or setup.chat_timeout):
         wish = "demonstrated to a teacher" if setup.demonstration else "evaluated on APIs by their chat route"
-        raise LoadError(f"environment {setup.env_id!r}: tasks of {kind} environments cannot be {wish}")
+        raise LoadError(f"tasks of {kind} environments cannot be {wish}")
     if kind == "python":
         from prime_rl.envs.plain import PlainEnv
 
-        return PlainEnv(setup)
+        return PlainEnv
     if kind == "classic":
         if find_spec("verifiers.legacy") is None:
-            raise LoadError(f"environment {setup.env_id!r} {CLASSIC}")
+            raise LoadError(CLASSIC)
         from prime_rl.envs.classic import ClassicEnv
 
-        return ClassicEnv(setup)
+        return ClassicEnv
     installed = metadata.version("verifiers")
     if not installed.startswith("0.4."):
-        fault = "not found" if find(setup.env_id) is None else "is written for verifiers.v1"
+        fault = "not found" if find(setup.env_id) is None else "it is written for verifiers.v1"
         raise LoadError(
-            f"environment {setup.env_id!r} {fault}: its Python environment has verifiers {installed}; classic "
+            f"{fault}: its Python environment has verifiers {installed}; classic "
             "environments run with verifiers 0.3.1, those of verifiers.v1 with 0.4.0 alone"
         )
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
-    return VerifiersEnv(setup)
+    return VerifiersEnv
 
 
 class WorkerLoop(asyncio.SelectorEventLoop):
@@ -134,12 +149,10 @@ class WorkerServer:
                 if fault := await find_fault(env, setup):
                     raise LoadError(f"environment {setup.env_id!r}: every task fails, whatever the reply: {fault}")
                 await exit_stack.enter_async_context(env)
-            except (LoadError, ModuleNotFoundError) as error:
+            except LoadError as error:
                 traceback.print_exc()
-                why, python = str(error), sys.executable
-                if isinstance(error, ModuleNotFoundError):
-                    why = f"environment {setup.env_id!r} needs the module {error.name!r}, which {python} does not have"
-                await self._socket.send(encode(protocol.Failed(why)))  # bounded: the pool reads, or ends this process
+                failed = encode(protocol.Failed(str(error)))
+                await self._socket.send(failed)  # bounded: the pool reads, or ends this process
                 await asyncio.Future[None]()  # bounded: the pool ends this process
             gc.collect()
             gc.freeze()  # else a full collection would block the loop for 0.4 s, every few hundred episodes

@@ -139,7 +139,7 @@ def check_environment(environment: EnvConfig) -> None:
         )
     kind = ids.kind_of(environment.id) if environment.adapter == "auto" else environment.adapter
     if kind == "classic":
-        raise UserError(f"environment {environment.id} {ids.CLASSIC}")
+        raise UserError(f"environment {environment.id}: {ids.CLASSIC}")
     ids.check_version(environment.id)
 
 

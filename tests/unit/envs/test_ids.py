@@ -92,6 +92,6 @@ def test_kinds_that_are_not_for_the_installed_verifiers(tmp_path, monkeypatch):
         with pytest.raises(LoadError, match="classic verifiers API .*`python`"):
             load(Setup("old-env", "old-env", {}, "model", "auto", "info", adapter=adapter))
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.3.1")
-    wrong = r"'new-env' is written for verifiers\.v1: .* has verifiers 0\.3\.1; .*v1 with 0\.4\.0 alone"
+    wrong = r"'new-env': it is written for verifiers\.v1: .* has verifiers 0\.3\.1; .*v1 with 0\.4\.0 alone"
     with pytest.raises(LoadError, match=wrong):
         load(Setup("new-env", "new-env", {}, "model", "auto", "info"))

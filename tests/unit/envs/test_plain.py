@@ -128,11 +128,11 @@ async def test_faults_of_the_environment(body, outcome, message, tiny_model, pac
     [
         ("tasks = [1]\nasync def rollout(task, chat): pass", {}, "task 0 is a int, not a dict"),
         ("tasks = [{'prompt': 3}]\nasync def rollout(task, chat): pass", {}, "the prompt of task 0 is neither text"),
-        ("class Environment: pass\nasync def rollout(task, chat): pass", {}, "has no tasks"),
-        ("tasks = 3\nasync def rollout(task, chat): pass", {}, "`tasks` gives no tasks: TypeError"),
-        (HEAD + "def rollout(task, chat): pass", {}, "needs `async def rollout(task, chat)`"),
-        ("def tasks(): return 1 / 0\nasync def rollout(task, chat): pass", {}, "gives no tasks: ZeroDivisionError"),
-        ("import surely_not_there\ntasks = []\nasync def rollout(task, chat): pass", {}, "failed to import: ModuleNot"),
+        ("class Environment: pass\nasync def rollout(task, chat): pass", {}, "it has no tasks"),
+        ("tasks = 3\nasync def rollout(task, chat): pass", {}, "failed to load: TypeError"),
+        (HEAD + "def rollout(task, chat): pass", {}, "it needs `async def rollout(task, chat)`"),
+        ("def tasks(): return 1 / 0\nasync def rollout(task, chat): pass", {}, "failed to load: ZeroDivisionError"),
+        ("import surely_not_there\ntasks = []\nasync def rollout(task, chat): pass", {}, "the module 'surely_not_there'"),
         ("def tasks(count=1): return []\nasync def rollout(task, chat): pass", {"cuont": 2}, "did you mean 'count'?"),
     ],
 )  # fmt: skip

@@ -22,7 +22,7 @@ from renderers import build_training_sample
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.config.sft import LossMask, SFTData
-from prime_rl.envs.renderer import RendererError, fitting, text_content
+from prime_rl.envs.renderer import fitting, text_content
 from prime_rl.errors import UserError, user_errors
 
 if TYPE_CHECKING:
@@ -216,10 +216,7 @@ class RowRenderer:
 
     def _renderer(self, tools: bool) -> Any:
         if tools not in self._renderers:
-            try:
-                renderer = self._renderers[tools] = fitting(self._model, self._tokenizer, tools)
-            except RendererError as error:
-                raise UserError(str(error)) from error
+            renderer = self._renderers[tools] = fitting(self._model, self._tokenizer, tools)
             self._stop_ids |= set(renderer.get_stop_token_ids()) if renderer is not None else set()
         return self._renderers[tools]
 
