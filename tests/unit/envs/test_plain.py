@@ -132,7 +132,7 @@ async def test_faults_of_the_environment(body, outcome, message, tiny_model, pac
         ("tasks = 3\nasync def rollout(task, chat): pass", {}, "failed to load: TypeError"),
         (HEAD + "def rollout(task, chat): pass", {}, "it needs `async def rollout(task, chat)`"),
         ("def tasks(): return 1 / 0\nasync def rollout(task, chat): pass", {}, "failed to load: ZeroDivisionError"),
-        ("import surely_not_there\ntasks = []\nasync def rollout(task, chat): pass", {}, "the module 'surely_not_there'"),
+        ("import surely_not_there\ntasks = []\nasync def rollout(task, chat): pass", {}, "module 'surely_not_there'"),
         ("def tasks(count=1): return []\nasync def rollout(task, chat): pass", {"cuont": 2}, "did you mean 'count'?"),
     ],
 )  # fmt: skip
