@@ -34,9 +34,7 @@ def test_success_stops_the_server_and_prints_the_steps(launch: Start, monkeypatc
     out = run.wait(0)
     assert "inference ready in" in out
     assert "trainer: training" in out
-    assert [
-        line for line in out.splitlines() if "Step 2 [3/3] | reward 0.5000 unfiltered | loss 0.1000 | 0.10 s" in line
-    ]
+    assert [line for line in out.splitlines() if "Step 2 [3/3] | reward 0.5000 | loss 0.1000 | 0.10 s" in line]
     assert "inference finished after SIGTERM" in (run.base / "events").read_text()
     assert "\x1b" not in out
     assert "●" not in out

@@ -21,7 +21,7 @@ _PATIENCE_SECONDS = 30.0  # a shorter wait is normal: no line
 _ETA_STEPS = 10  # the remaining time follows the mean of the last steps
 _SUMMARY_STEPS = 5
 _STEP_METRICS = {
-    "reward/mean": "reward {:.4f} unfiltered",
+    "reward/mean": "reward {:.4f}",
     "loss/mean": "loss {:.4f}",
     "perf/throughput": "{:,.0f} tokens/s",
     "time/step": "{:.2f} s",
@@ -134,7 +134,7 @@ class Console:
         return lines
 
     def _step_line(self, step: int, orchestrator: Row, trainer: Row) -> str:
-        """`Step 3 [4/20] | reward 0.312 unfiltered | …`: the number counts from 0, brackets say how many are done."""
+        """`Step 3 [4/20] | reward 0.312 | …`: the number counts from 0, brackets say how many are done."""
         self.steps.add(step)
         recent = [*self._step_ends[-_ETA_STEPS:], trainer["time"]]
         self._step_ends = [end for end in recent if end >= self._all_ready_at]

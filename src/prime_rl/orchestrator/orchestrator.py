@@ -368,7 +368,7 @@ class Orchestrator:
             self.scheduler.advance(batched)
         self.status.step(self.scheduler.step)
         logger.info(
-            "step {}{} | {:.1f} s | reward {:.4f} unfiltered | {:.0f} samples, {:.0f} tokens | off-policy {:.1f} | "
+            "step {}{} | {:.1f} s | reward {:.4f} | {:.0f} samples, {:.0f} tokens | off-policy {:.1f} | "
             "errors {:.1%}",
             batch.step, "" if self.config.max_steps is None else f"/{self.config.max_steps}", metrics["time/step"],
             metrics["reward/mean"], metrics["progress/samples"], metrics["progress/tokens"], metrics["off_policy/mean"],

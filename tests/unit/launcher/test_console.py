@@ -31,7 +31,7 @@ def test_a_step_is_shown_once_both_sides_have_it(tmp_path):
     add(tmp_path, "trainer", 0, 101.0, **TRAINER)
     assert console.step_lines() == ["Eval reverse-text at step 0 | reward 0.1250"]
     add(tmp_path, "orchestrator", 0, 100.0, **{"reward/mean": 0.25})
-    assert console.step_lines() == ["Step 0 [1/20] | reward 0.2500 unfiltered | loss 0.0123 | 12,346 tokens/s | 3.21 s"]
+    assert console.step_lines() == ["Step 0 [1/20] | reward 0.2500 | loss 0.0123 | 12,346 tokens/s | 3.21 s"]
     assert console.step_lines() == []
     add(tmp_path, "trainer", 1, 111.0, **TRAINER)
     add(tmp_path, "orchestrator", 1, 105.0, **{"reward/mean": 0.5})
@@ -55,7 +55,7 @@ def test_failed_episodes_are_no_secret(tmp_path):
     add(tmp_path, "orchestrator", 0, 100.0, **{"reward/mean": 0.25, "errors/rate": 0.414})
     said = console.step_lines()
     assert said[0] == "Eval rt at step 0 | reward 0.5000 | errors 66%"
-    assert said[1].startswith("Step 0 [1/20] | errors 41% | reward 0.2500 unfiltered")
+    assert said[1].startswith("Step 0 [1/20] | errors 41% | reward 0.2500")
     assert any("orchestrator.log says why" in line for line in console.summary())
 
 
@@ -68,7 +68,7 @@ def test_steps_that_come_late_or_again(tmp_path):
     for step in range(2):
         add(tmp_path, "trainer", step, 1.0, **{"loss/mean": 0.1, "time/step": 1.0})
     add(tmp_path, "trainer", 1, 1.1, **{"time/save_ckpt": 1.0, "time/step": 2.0})
-    rest = "| reward 0.5000 unfiltered | loss 0.1000 |"
+    rest = "| reward 0.5000 | loss 0.1000 |"
     assert console.step_lines() == [f"Step 0 [1] {rest} 1.00 s", f"Step 1 [2] {rest} 2.00 s"]
     add(tmp_path, "trainer", 1, 1.2, **{"time/step": 3.0})
     assert console.step_lines() == []
@@ -80,7 +80,7 @@ def test_steps_that_come_late_or_again(tmp_path):
         file.write('me": 10.0, "loss/mean": 0.1}\n')
     add(tmp_path, "orchestrator", 2, 1.0)
     add(tmp_path, "orchestrator", 2, 1.0, **{"reward/mean": 0.5})
-    assert console.step_lines() == ["Step 2 [3] | reward 0.5000 unfiltered | loss 0.1000"]
+    assert console.step_lines() == ["Step 2 [3] | reward 0.5000 | loss 0.1000"]
 
 
 def test_summary_compares_first_and_last(tmp_path):
