@@ -23,7 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "axk1": {**_YARN, "first_k_dense_replace": 0, "mlp_layer_types": ["sparse", "sparse"]},
     "cohere_compass_text": {"rope_parameters": _MROPE}, "deepseek_v2": _YARN, "deepseek_v3": _YARN,
     "gemma4_text": _GEMMA4, "gemma4_unified_text": _GEMMA4, "granitemoehybrid": {"mamba_n_groups": 1},
-    "lfm2": {"block_auto_adjust_ff_dim": False}, 
+    "lfm2": {"block_auto_adjust_ff_dim": False},
     "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
     "zamba2": {"num_key_value_heads": 4, "attention_head_dim": 64, "attention_hidden_size": 256},
 }  # fmt: skip
