@@ -70,8 +70,7 @@ def run(config: RLConfig) -> RunDirectory:
     step. With `slurm` or `dry_run`, return at once. Raises UserError: it cannot work, which is found before anything
     starts, or it has failed. Raises KeyboardInterrupt: it was interrupted."""
     config = as_benchmark(config) if config.bench else config
-    with user_errors(f"{config.output_dir}", CommitError):
-        status = launch.run(config)
+    status = launch.run(config)
     if status == RunOutcome.INTERRUPTED.value:
         raise KeyboardInterrupt
     if status:
@@ -100,12 +99,11 @@ def serve(weights: RunDirectory | str | Path, **settings: Any) -> Iterator[Serve
     with TemporaryDirectory(prefix="prime-rl-") as temporary:
         config = _inference_config(model, directory, Path(temporary), settings)
         key = config.api_key or os.environ.get("VLLM_API_KEY") or "none"
-        is_version = config.lora is not None or (model / MANIFEST).is_file()
-        version = weights_manifest(model).version if is_version else 0
-        server = Server(f"{config.server.url}/v1", config.model.name, key, version)
+        manifest = weights_manifest(model) if config.lora or (model / MANIFEST).is_file() else None
+        server = Server(f"{config.server.url}/v1", config.model.name, key, manifest.version if manifest else 0)
         with running_server(config, _READY_SECONDS):
-            if is_version:  # the server reports what it began with as version 0
-                body = {"weight_dir": str(model), "version": version}
+            if manifest is not None:  # the server reports what it began with as version 0
+                body = {"weight_dir": str(model), "version": server.version}
                 with server._post(f"{config.server.url}/update_weights", body):
                     pass
             yield server

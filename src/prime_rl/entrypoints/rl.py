@@ -17,6 +17,7 @@ from prime_rl.entrypoints import run_command, show
 from prime_rl.entrypoints.eval import run as evaluate
 from prime_rl.errors import UserError, say, user_errors
 from prime_rl.inference.checks import check_model
+from prime_rl.launcher.starter import write_starter
 from prime_rl.monitor import log
 
 _EXAMINATIONS = {
@@ -97,17 +98,11 @@ def _run(config: RLConfig) -> None:
     sys.exit(run(config))
 
 
-def _write_starter(config: StarterConfig) -> None:
-    from prime_rl.launcher.starter import write_starter
-
-    write_starter(config)
-
-
 _COMMANDS: dict[str, tuple[type[BaseConfig], Callable[[Any], object]]] = {
     "parity": (ParityConfig, _parity),
     "tenants": (DeploymentConfig, _run),
     "eval": (EvalConfig, evaluate),
-    "init": (StarterConfig, _write_starter),
+    "init": (StarterConfig, write_starter),
     "view": (ViewConfig, _view),
 }
 

@@ -130,7 +130,10 @@ def check_environment(environment: EnvConfig) -> None:
         return
     look_here()
     module = ids.module_name(environment.id)
-    if ids.find(environment.id) is None and not _is_builtin_taskset(module):
+    package = importlib.util.find_spec("verifiers")  # to import it takes seconds
+    roots = [] if package is None else package.submodule_search_locations or []
+    built_in = {path.stem for root in roots for path in Path(root, "v1", "tasksets").glob("*")}
+    if ids.find(environment.id) is None and module not in built_in:
         near = difflib.get_close_matches(environment.id, ids.installed(), 1)
         raise UserError(
             f"environment {environment.id} is not installed (no module {module}, nor a {module}.py here): "
@@ -148,11 +151,3 @@ def check_key(client: ClientConfig) -> None:
     default = ClientConfig.model_fields["api_key_var"].default
     if client.api_key_var != default and not os.environ.get(client.api_key_var):
         raise UserError(f"client.api_key_var: the variable {client.api_key_var} is not set")
-
-
-def _is_builtin_taskset(module: str) -> bool:
-    """Whether verifiers brings it; looked for on disk, because importing verifiers takes seconds."""
-    package = importlib.util.find_spec("verifiers")
-    roots = [] if package is None else package.submodule_search_locations or []
-    paths = [Path(root) / "v1" / "tasksets" / module for root in roots]
-    return any(path.is_dir() or path.with_suffix(".py").is_file() for path in paths)

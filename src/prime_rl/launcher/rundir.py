@@ -102,8 +102,7 @@ def results(output_dir: Path) -> list[str]:
         steps = {path.name for path in (output_dir / name).glob("step_*")}
         if steps - ({"step_0"} if name == "weights" else set()):  # no more than the base model's name
             names.append(name)
-    metrics = [path for name in _OF_ONE_RUN for path in (output_dir / "metrics").glob(f"{name}.jsonl")]
-    if any(path.stat().st_size for path in metrics):
+    if any(path.stat().st_size for name in _OF_ONE_RUN for path in output_dir.glob(f"metrics/{name}.jsonl")):
         names.append("metrics")
     return names
 

@@ -29,8 +29,7 @@ def write_starter(config: StarterConfig) -> None:
     if config.file.exists():
         raise UserError(f"{config.file} exists: give another --file")
     environment = config.environment or _answer(f"Environment ({', '.join(ids.installed())})", "reverse-text")
-    gpus = str(len(visible_gpus(os.environ)) if config.gpus is None else config.gpus)
-    gpus = gpus if config.gpus is not None else _answer("GPUs (0: none)", gpus)
+    gpus = _answer("GPUs (0: none)", f"{len(visible_gpus(os.environ))}") if config.gpus is None else f"{config.gpus}"
     if not (gpus.isascii() and gpus.isdecimal()):
         raise UserError(f"{gpus} is no number of GPUs")
     tiny = environment == "reverse-text" and gpus == "0" and Path(_TINY).is_dir()
@@ -51,10 +50,9 @@ def write_starter(config: StarterConfig) -> None:
 
 
 def _answer(question: str, default: str) -> str:
-    typed = ""
     with suppress(EOFError):
-        typed = input(f"{question} [{default}]: ").strip() if sys.stdin.isatty() else ""  # bounded: by the user
-    return typed or default
+        return (sys.stdin.isatty() and input(f"{question} [{default}]: ").strip()) or default  # bounded: by the user
+    return default
 
 
 def starter_text(environment: str, model: str, gpus: int, command: str) -> str:

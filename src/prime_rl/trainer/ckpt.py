@@ -105,8 +105,9 @@ class Checkpoints:
         is hashed only where there is something to compare it with."""
 
         def check() -> None:
-            run = step_dir(self.weights, 0)
-            began = weights_manifest(run).base_hash if run.is_dir() else None
+            run, began = step_dir(self.weights, 0), None
+            if run.is_dir() and ((first := weights_manifest(run)).adapter or first.base):  # else an adapter's sum
+                began = first.adapter.base if first.adapter else first.hash
             saved = None if self.resumed is None else read_manifest(self.resumed).extra.get("base")
             if source.directory is None or not (began or saved):
                 return

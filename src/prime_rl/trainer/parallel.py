@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from prime_rl.errors import UserError
-from prime_rl.transport.commit import CommitError
 
 T = TypeVar("T")
 
@@ -146,18 +145,17 @@ def gather(world: World, value: T) -> list[T]:
 def on_main(world: World, action: Callable[[], T]) -> T:
     """Run `action` on rank 0 and give its result (JSON's types only) to every rank.
 
-    A UserError or CommitError there is raised as UserError on every rank. The others wait in a collective meanwhile, so
-    `action` must end within its timeout.
+    A UserError there is raised on every rank. The others wait in a collective: `action` must end within its timeout.
     """
     return gather(world, agree(world, lambda: action() if world.is_main else None))[0]  # type: ignore[return-value]
 
 
 def agree(world: World, action: Callable[[], T]) -> T:
-    """Run `action` on every rank; if it raises UserError or CommitError on one, every rank raises the first one."""
+    """Run `action` on every rank; if it raises UserError on one, every rank raises the first one."""
     value, message = None, None
     try:
         value = action()
-    except (UserError, CommitError) as error:
+    except UserError as error:
         message = str(error)
     failed = [text for text in gather(world, message) if text is not None]
     if failed:

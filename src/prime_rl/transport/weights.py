@@ -94,13 +94,6 @@ class WeightsManifest:
     adapter: AdapterDescription | None = None  # None: full weights
 
     @property
-    def base_hash(self) -> str | None:
-        """Of version 0: the hash of the base model; None if it is an adapter's sum with it."""
-        if self.adapter is not None:
-            return self.adapter.base
-        return self.hash if self.base else None
-
-    @property
     def files(self) -> Path:
         """The directory that holds the tensors."""
         return Path(self.base) if self.base else self.directory
