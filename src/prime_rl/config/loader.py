@@ -34,7 +34,7 @@ from prime_rl.config.base import (
     nearest,
     settings,
 )
-from prime_rl.config.migration import OLDER
+from prime_rl.config.migration import OLDER, current_file
 from prime_rl.errors import UserError, say
 from prime_rl.redact import without_password
 
@@ -238,11 +238,12 @@ class Table:
                 return
             if around.name != source.name:
                 self.entries[parent] = source._replace(value=around.value, keys=parent)
-        source = source._replace(keys=keys)
+        source, before = source._replace(keys=keys), (keys, value)
         if (older := OLDER.get(in_section(keys))) is not None:
-            before, keys, value = value, (*keys[:-1], older[0]), older[1](value)
+            keys, value = (*keys[:-1], older[0]), older[1](value)
+        if (keys, value) != before:
             today = ",".join(map(str, value)) if isinstance(value, list) else value
-            self.hints.append(f"{source.place} {before} is an older spelling of {spell(keys, source.kind)} {today}")
+            self.hints.append(f"{source.place} {before[1]} is an older spelling of {spell(keys, source.kind)} {today}")
         same, union = self.entry(keys).value, keys[:-1]
         if keys[-1:] == ("type",) and generic(union) in self._unions and same not in (ABSENT, value):
             if len(self.items(union)) > 1:
@@ -386,6 +387,7 @@ def _read_file(path: Path, prefix: Keys, including: tuple[Path, ...] = ()) -> li
         near = difflib.get_close_matches(path.stem, [entry.stem for entry in path.parent.glob("*.toml")], n=1)
         hint = f"did you mean {path.parent / near[0]}.toml?" if near else ""
         hint = hint if path.parent.is_dir() else f"nor is there a directory {path.parent}"
+        hint = f"today it is {today}" if (today := current_file(path)) else hint
         raise ConfigError(f"no such file: {path}{_where(hint)}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None

@@ -268,6 +268,21 @@ def test_files_that_cannot_be_read(write: Write, tmp_path: Path) -> None:
         assert problems(cls, ["@", "xx.toml"]) == ["no such file: xx.toml (did you mean x.toml?)"]
 
 
+def test_a_file_of_an_older_release_names_todays(write: Write, tmp_path: Path) -> None:
+    """configs/trainer/NAME.toml is configs/NAME/train.toml; only what is there is named."""
+    write("")
+    roles = [("trainer", "train"), ("training", "train"), ("orchestrator", "orch"), ("inference", "infer")]
+    (tmp_path / "configs/math").mkdir(parents=True)
+    for folder, name in roles:
+        (today := tmp_path / f"configs/math/{name}.toml").write_text("")
+        for older in (f"configs/{folder}/math.toml", f"configs/{folder}/math/1b.toml"):
+            line = f"no such file: {older} (today it is configs/math/{name}.toml)"
+            assert problems(TrainerConfig, ["@", older]) == [line]
+        today.unlink()
+    line = "no such file: configs/trainer/math.toml (nor is there a directory configs/trainer)"
+    assert problems(TrainerConfig, ["@", "configs/trainer/math.toml"]) == [line]
+
+
 @pytest.mark.parametrize("text", ["{'api_key': 'sk-1'", " [{'api_key': 'sk-1'", "[{'api_key': 'sk-1'}]"])
 def test_a_malformed_table_is_not_printed(text: str) -> None:
     """Contract: it may hold a secret."""

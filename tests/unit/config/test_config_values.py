@@ -511,6 +511,7 @@ OLDER = [
     ("rl --ckpt.path there", "--ckpt.output-dir there", "trainer.ckpt.output_dir"),
     ("rl --orchestrator.client.port 1", "--orchestrator.client.base-url http://localhost:1/v1",
      "orchestrator.client.base_url"),
+    ("rl --inference.server.port http://localhost:8001", "--inference.server.port 8001", "inference.server.port"),
     ("orchestrator @ older", "client.base_url http://localhost:8001/v1", "client.base_url"),
 ]  # fmt: skip
 
