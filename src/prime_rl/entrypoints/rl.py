@@ -13,6 +13,7 @@ from prime_rl.config import EvalConfig, RLConfig
 from prime_rl.config.base import BaseConfig
 from prime_rl.config.commands import StarterConfig, ViewConfig
 from prime_rl.config.rl import DeploymentConfig, ParityConfig
+from prime_rl.config.schema import write_schemas
 from prime_rl.entrypoints import run_command, show
 from prime_rl.entrypoints.eval import run as evaluate
 from prime_rl.errors import UserError, say, user_errors
@@ -118,8 +119,6 @@ def examine(what: str, arguments: list[str]) -> None:
         name = "DIRECTORY" if what == "schema" else "RUN (the run's output directory)"
         raise UserError(f"usage: rl {what} {name}")
     if what == "schema":
-        from prime_rl.config.schema import write_schemas
-
         with user_errors(f"{arguments[0]} cannot be written", OSError):
             return say("wrote " + ", ".join(map(str, write_schemas(Path(arguments[0])))))
     if what == "doctor":
