@@ -170,11 +170,11 @@ class Engine(compat.AllEngines):
     """vLLM in this process, for the weight service."""
 
     def __init__(self, llm: Any) -> None:
-        async def call(*arguments: Any) -> list[Any]:
+        async def call(_: str, *arguments: Any, engine: int) -> list[Any]:
             return list(llm.collective_rpc(*arguments))
 
         self._llm = llm
-        super().__init__(SimpleNamespace(collective_rpc=call), 1)
+        super().__init__(SimpleNamespace(engine_core=SimpleNamespace(core_engines=[0], _call_utility_async=call)))
 
     async def pause_generation(self) -> None:
         assert self._llm.reset_prefix_cache()  # as a pause does; nothing is in flight

@@ -418,8 +418,8 @@ class KeptChoices:
 class AllEngines:
     """vLLM's client for all of a server's data-parallel engines, of which there may be one."""
 
-    def __init__(self, client: Any, engines: int) -> None:
-        self._client, self._engines = client, engines
+    def __init__(self, client: Any) -> None:
+        self._client = client
 
     async def pause_generation(self) -> None:
         """Pause, keep the requests, clear the cache: their context is recomputed under the new weights. Unlike vLLM's
@@ -430,28 +430,22 @@ class AllEngines:
     async def resume_generation(self) -> None:
         await self._client.resume_generation()
 
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         """Have all ranks call a method of `WeightsExtension`; return their answers, engine by engine. Raises the first
         error of one of them once all have answered: none is still at it when the next call comes.
 
         vLLM's own call drops other ranks' answers as soon as one raises, so that none does; it asks all engines but
         answers for the first alone, and drops the others as soon as one fails.
         """
-        if self._engines == 1:
-            ranks = list(await self._client.collective_rpc("prime_call", timeout, (method, args)))
-        else:
-            client = self._client.engine_core
-            # Both releases have this; there is no public way to one engine's answer.
-            calls = [
-                client._call_utility_async("collective_rpc", "prime_call", timeout, (method, args), {}, engine=engine)
-                for engine in client.core_engines
-            ]
-            answers = await asyncio.gather(*calls, return_exceptions=True)  # bounded: by the caller, as vLLM's own is
-            ranks = []
-            for answer in answers:
-                if isinstance(answer, BaseException):
-                    raise answer
-                ranks += answer
+        client = self._client.engine_core
+        call = "collective_rpc", "prime_call", None, (method, args), {}
+        # Both releases have this; there is no public way to one engine's answer.
+        calls = [client._call_utility_async(*call, engine=engine) for engine in client.core_engines]
+        ranks = list[dict[str, Any]]()
+        for answer in await asyncio.gather(*calls, return_exceptions=True):  # bounded: by the caller, as vLLM's own is
+            if isinstance(answer, BaseException):
+                raise answer
+            ranks += answer
         for rank in ranks:
             if "error" in rank:
                 raise RuntimeError(rank["error"])

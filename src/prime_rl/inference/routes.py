@@ -266,7 +266,7 @@ class PrimeRoutes:
         status = Status(config.output_dir, config.process)
         state.prime_leaving = False
         lora, tenants = config.lora, None if config.lora is None else config.lora.tenants
-        engine = compat.AllEngines(engine_client, engines)
+        engine = compat.AllEngines(engine_client)
         make_service = partial(
             WeightService,
             engine,

@@ -57,7 +57,7 @@ class FakeEngine:
             raise RuntimeError("resume failed")
         self.calls.append("resume")
 
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         if method == "prime_served":
             return self.served.get(args[0], [None])
         self.asked.append(method)
