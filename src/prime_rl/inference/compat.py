@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from prime_rl.errors import UserError, user_errors
 
+SWITCH_SECONDS = 1e-4  # for `sys.setswitchinterval`: by default a thread waits 5 ms, longer than reading a block
 MOST_KEPT = 4096  # requests whose choices nobody has taken
 Version = tuple[int, int]
 PINNED: Version = (0, 31)
@@ -438,9 +439,11 @@ class AllEngines:
         answers for the first alone, and drops the others as soon as one fails.
         """
         client = self._client.engine_core
-        call = "collective_rpc", "prime_call", None, (method, args), {}
         # Both releases have this; there is no public way to one engine's answer.
-        calls = [client._call_utility_async(*call, engine=engine) for engine in client.core_engines]
+        calls = [
+            client._call_utility_async("collective_rpc", "prime_call", None, (method, args), {}, engine=engine)
+            for engine in client.core_engines
+        ]
         ranks = list[dict[str, Any]]()
         for answer in await asyncio.gather(*calls, return_exceptions=True):  # bounded: by the caller, as vLLM's own is
             if isinstance(answer, BaseException):

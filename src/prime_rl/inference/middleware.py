@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from prime_rl.inference.service import Rejected
 from prime_rl.inference.tenancy import CURRENT_TENANT, Tenancy
-from prime_rl.inference.version_files import Rejected
 
 ADMINISTRATIVE = ("/leave", "/pause", "/resume")  # for all tenants at a time
 WEIGHTS = ("/update_weights", "/reload_weights", "/weights")  # of several tenants: the one's that asks
@@ -65,25 +65,28 @@ class Guard:
 
     async def _tenant(self, scope: Scope, path: str) -> str | None:
         """Return whose request it is, None for no tenant's. Rejected if the route is closed to who asks."""
+        if path in OPEN:
+            return None
         fields = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, candidate = (fields[0] if len(fields) == 1 else b"").partition(b" ")
         key = candidate if scheme.lower() == b"bearer" else b""
         name, has_key = None, any(secrets.compare_digest(key, each) for each in self._keys)
-        if self._tenancy is not None and path not in OPEN and not has_key:
+        if self._tenancy is not None and not has_key:
             tenants = path.startswith(GENERATING) or path in TENANTS
             name = await self._tenancy.tenant_of(key.decode(errors="replace")) if key else None
             if name is None and tenants:
                 raise Rejected(401, "this server serves tenants: a request needs a tenant's key")
             if name is not None and (not tenants or scope["type"] != "http"):
                 raise Rejected(403, "a tenant's key is not for this route: it needs the server's own")
-        if path not in OPEN and self._keys and not has_key and name is None:
+        if self._keys and not has_key and name is None:
             raise Rejected(401, "this route needs the server's API key: `Authorization: Bearer …`")
         if not is_served(path):
             raise Rejected(404, "no such route here; docs/guides/security.md lists those that are served")
-        if self._tenancy is not None and name is None and path in WEIGHTS:
-            raise Rejected(403, "this server's weights are its tenants': the route needs a tenant's key")
-        if self._tenancy is not None and path in ADMINISTRATIVE and not self._keys:
-            raise Rejected(403, "this server serves tenants: the route needs the server's own key (VLLM_API_KEY)")
+        if self._tenancy is not None and name is None:
+            if path in WEIGHTS:
+                raise Rejected(403, "this server's weights are its tenants': the route needs a tenant's key")
+            if path in ADMINISTRATIVE and not self._keys:
+                raise Rejected(403, "this server serves tenants: the route needs the server's own key (VLLM_API_KEY)")
         return name
 
 

@@ -46,9 +46,8 @@ from prime_rl.inference.engine_watch import watch_engine
 from prime_rl.inference.fair_share import FairShare
 from prime_rl.inference.middleware import error_answer
 from prime_rl.inference.server import plugin_config
-from prime_rl.inference.service import ServedBase, WeightService
+from prime_rl.inference.service import Adapters, Rejected, ServedBase, WeightService
 from prime_rl.inference.tenancy import CURRENT_TENANT, Tenancy
-from prime_rl.inference.version_files import TURN_SECONDS, Adapters, Rejected
 from prime_rl.monitor import Status
 from prime_rl.transport.tenants import tenant_dir
 
@@ -259,7 +258,7 @@ class PrimeRoutes:
         state.prime_models = args.served_model_name or [args.model]
         config = self._config
         assert config is not None, "the engine was started by our server"
-        sys.setswitchinterval(TURN_SECONDS)
+        sys.setswitchinterval(compat.SWITCH_SECONDS)
         model_config, engines = engine_client.model_config, args.data_parallel_size
         directory = model_directory(model_config.model, model_config.revision)
         assert directory is not None, "vLLM has loaded it"

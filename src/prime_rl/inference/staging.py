@@ -29,7 +29,6 @@ from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
 from prime_rl.inference import compat
 from prime_rl.inference.copy_plan import CopyPlan
-from prime_rl.inference.version_files import TURN_SECONDS
 from prime_rl.processes import follow
 from prime_rl.transport import weights
 from prime_rl.transport.exchange import ExchangeError, Subscriber, checksums, layout, tensor_views
@@ -392,7 +391,7 @@ class WeightsExtension:
     def prime_follow(self, server: int) -> bool:
         """End with the server process, even if that is killed. The first call that a worker gets."""
         faults.arm("inference")  # the server arms its own process
-        sys.setswitchinterval(TURN_SECONDS)
+        sys.setswitchinterval(compat.SWITCH_SECONDS)
         if (lora := self.vllm_config.lora_config) is not None:
             if self.device.type == "cpu":
                 compat.use_whole_products(self.model_runner)

@@ -12,8 +12,7 @@ from loguru import logger
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prime_rl.inference.fair_share import FairShare
-from prime_rl.inference.service import WeightService
-from prime_rl.inference.version_files import STALL_SECONDS, Rejected, read
+from prime_rl.inference.service import STALL_SECONDS, Rejected, WeightService, read
 from prime_rl.transport.tenants import joins, key_hashes, owner
 
 KEYS_SECONDS = 0.5  # unknown keys cause at most one read of the directory in this time

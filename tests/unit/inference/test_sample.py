@@ -10,7 +10,7 @@ from renderers.client import _parse_completion_logprobs, parse_generate_response
 
 from prime_rl.envs.conversation import experts_of
 from prime_rl.inference.routes import sample_answer, sampling_params
-from prime_rl.inference.version_files import Rejected
+from prime_rl.inference.service import Rejected
 
 
 @dataclass

@@ -12,8 +12,15 @@ from typing import Any
 
 import pytest
 
-from prime_rl.inference.service import ServedBase, WeightService
-from prime_rl.inference.version_files import Adapters, Rejected, check_fit, check_version, resolve
+from prime_rl.inference.service import (
+    Adapters,
+    Rejected,
+    ServedBase,
+    WeightService,
+    check_fit,
+    check_version,
+    resolve,
+)
 from prime_rl.transport.commit import step_dir
 from prime_rl.transport.weights import (
     PublisherAddress,

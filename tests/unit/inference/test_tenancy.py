@@ -12,8 +12,8 @@ import pytest
 from prime_rl.inference.compat import AdapterNames
 from prime_rl.inference.fair_share import FairShare
 from prime_rl.inference.middleware import Guard
+from prime_rl.inference.service import Rejected
 from prime_rl.inference.tenancy import CURRENT_TENANT, Tenancy
-from prime_rl.inference.version_files import Rejected
 from prime_rl.transport.tenants import ask_to_join, claim_name, leave, own_key, tenant_dir
 
 NAMES = ("the/model", "", None)
