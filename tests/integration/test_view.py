@@ -83,6 +83,8 @@ async def test_every_view(url: str, run: Path, tmp_path: Path) -> None:
         assert await page.evaluate("document.querySelector('.list a span').innerText") == "task 7"
         await page.open(f"{url}#rollouts?step=0")
         await shows(page, "step 0 was removed: samples are kept of 2 steps, 2 to 3")
+        await page.open(f"{url}#rollouts?list=episodes")
+        await shows(page, "stale", "trained, step 3")
         await page.open(f"{url}#time")
         await shows(
             page, "no process of a run has reported here", "Trainer, seconds of a step", "the disk is nearly full"

@@ -6,13 +6,17 @@ the reply. It gives up and reports nothing if an episode succeeds, if it would o
 write a file, or after `SECONDS`.
 """
 
+import ast
 import asyncio
+import fcntl
+import inspect
 import linecache
 import multiprocessing
 import os
 import re
 import signal
 import sys
+import textwrap
 import traceback
 from contextlib import suppress
 from types import ModuleType, SimpleNamespace
@@ -30,6 +34,7 @@ _EFFECT_EVENTS = ("os.", "shutil.", "socket.", "subprocess.", "pty.", "sqlite3."
 _ALLOWED_EVENTS = ("os.listdir", "os.scandir", "os.walk", "os.putenv", "os.unsetenv", "socket.__new__", "socket.bind")
 _FIXED_FIELD_TYPES = ("prime_rl.envs.plain.Reply", "verifiers.v1.task.TaskData", "verifiers.v1.trace.Trace")
 _FRAMEWORK = ("verifiers.", "prime_rl.", "asyncio.")
+_STRAIGHT_LINE_NODES = (ast.expr, ast.Assign, ast.AnnAssign, ast.Expr, ast.Import, ast.ImportFrom)
 
 
 async def find_fault(env: Any, setup: Setup) -> str:
@@ -54,13 +59,18 @@ async def find_fault(env: Any, setup: Setup) -> str:
 
 
 def _isolate(pipe: int) -> None:
-    """Redirect every descriptor but `pipe` to /dev/null: a fork shares connections, and places in open files. Add the
-    audit hook."""
+    """Redirect every descriptor but `pipe` to /dev/null, or open its file anew if it is read: a fork shares the place
+    in it. Add the audit hook."""
     sys.dont_write_bytecode = True
     null = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/proc/self/fd")):
-        if number not in (pipe, null):
-            os.dup2(null, number)
+        with suppress(OSError):  # closed since it was listed
+            to_read = os.path.isfile(f"/proc/self/fd/{number}") and not fcntl.fcntl(number, fcntl.F_GETFL) & 3
+            if number not in (pipe, null):
+                copy = os.open(f"/proc/self/fd/{number}", os.O_RDONLY) if to_read else null
+                if to_read:
+                    os.lseek(copy, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
+                os.dup2(copy, number)
     sys.addaudithook(_exit_on_side_effect)
 
 
@@ -108,15 +118,16 @@ async def _try(env: Any, setup: Setup, pipe: int) -> None:
                 if result.ok or not raised:
                     os._exit(0)
                 faults.add(describe(raised[0]))
-                if len(faults) > 1 or not _is_certain(raised[0], before):
+                if len(faults) > 1 or not _is_certain(raised[0], turns, before):
                     os._exit(0)
         os.write(pipe, "".join(faults).encode(errors="replace"))
         os._exit(0)
 
 
-def _is_certain(error: BaseException, task: str) -> bool:
-    """Return whether the error cannot depend on the reply: a missing name, module, argument or field of the task, whose
-    `repr` before the episode is `task`. Anything else may come from parsing the reply."""
+def _is_certain(error: BaseException, turns: int, task: str) -> bool:
+    """Return whether the error cannot depend on the reply: a missing name, module, argument or task field, or an
+    unconditional raise or constant return in a top-level statement reached without a branch. Anything else may come
+    from parsing the reply. `task`: the `repr` of the task before the episode."""
     if isinstance(error, ImportError):
         return isinstance(error, ModuleNotFoundError) or "cannot import name" in str(error)
     frames = list(traceback.walk_tb(error.__traceback__))
@@ -139,4 +150,11 @@ def _is_certain(error: BaseException, task: str) -> bool:
         for name, key in re.findall(r"\.(\w+)|\['(.*?)'\]", match[2] if match else ""):
             owner = getattr(owner, name, None) if name else owner.get(key) if isinstance(owner, dict) else None
         return isinstance(owner, dict) and owner != {} and error.args[0] not in owner and repr(owner) in task
-    return False
+    if turns > 1 or own != [last] or last.f_code.co_name == "env_response":  # not every reply leads to it
+        return False
+    source, first = inspect.getsourcelines(last.f_code)
+    function: Any = ast.parse(textwrap.dedent("".join(source))).body[0]
+    before = [node for node in function.body if first + node.end_lineno <= line]
+    faulty, straight = function.body[len(before)], all(isinstance(node, _STRAIGHT_LINE_NODES) for node in before)
+    constant = isinstance(faulty, ast.Return) and not any(isinstance(node, ast.Name) for node in ast.walk(faulty))
+    return straight and (isinstance(faulty, ast.Raise) or constant)

@@ -98,9 +98,9 @@ def page_app(paths: Sequence[Path], token: str = "") -> FastAPI:
 
 def write_page(runs: dict[Path, str], path: Path) -> int:
     """Write the page with the data of the runs into one file and return its size. It has a few samples of the first,
-    middle and last step. Keys are those of `fromFile` in view.js. Raises UserError: `path` exists and is no .html."""
-    if path.exists() and path.suffix != ".html":
-        raise UserError(f"{path} exists and is no .html: give another --export")
+    middle and last step. Keys are those of `fromFile` in view.js. Raises UserError: `path` exists and is no page."""
+    if path.exists() and not (path.is_file() and _is_page(path)):
+        raise UserError(f"{path} exists and is no page of runs: give another --export")
     run_files = [RunFiles(*run) for run in runs.items()]
     answers: dict[str, Any] = {"runs": [answer(run, "summary", {}) for run in run_files]}
     for number, run in enumerate(run_files):
@@ -137,3 +137,9 @@ def write_page(runs: dict[Path, str], path: Path) -> int:
 def _evenly(items: Sequence[Any], count: int) -> list[Any]:
     """Return at most `count` items: the first, the last and some evenly between."""
     return [items[index] for index in sorted({n * (len(items) - 1) // (count - 1) for n in range(count) if items})]
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        head = file.read(1000)
+    return head.startswith(b"<!doctype html>") and b"<title>prime-rl</title>" in head

@@ -20,14 +20,20 @@ from prime_rl.launcher.supervise import log_tail
 from prime_rl.monitor.limits import Row
 from prime_rl.monitor.run_directory import RunDirectory, open_run
 from prime_rl.orchestrator.audit import audit_text
+from prime_rl.orchestrator.ledger import open_copy
 from prime_rl.transport.commit import CommitError, list_steps, step_dir
 from prime_rl.transport.incarnations import read_incarnations
 from prime_rl.transport.settings import LEDGER
-from prime_rl.view.step_samples import PAGE, Decoder, StepSamples, find_decoder
+from prime_rl.view.step_samples import PAGE, ROUNDING, Decoder, StepSamples, find_decoder
 
 PROCESSES = ("trainer", "orchestrator", "inference", "eval")
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (WARNING|ERROR|CRITICAL) +(.*)")
 _MOST_EVENTS, _MOST_POINTS = 300, 5000
+_OUTCOME = "coalesce(CASE WHEN reason = 'filtered' AND detail <> '' THEN 'filtered: ' || detail END, reason, e.state)"
+_EPISODE = "e.id, env, task_id, task_index, e.state, reason, detail, e.step, first, last, tokens, reward"
+_EPISODES = "FROM episodes e JOIN groups g ON g.number = group_number WHERE"
+_TERMS = {"env": "env = ?", "outcome": f"? IN ({_OUTCOME}, reason)", "step": "e.step = ?"}
+_TERMS |= {"low": f"reward >= ? - {ROUNDING}", "high": f"reward <= ? + {ROUNDING}"}
 
 Params = Mapping[str, str]  # the parameters of a request
 
@@ -82,8 +88,13 @@ class RunFiles:
         }
 
     def sample(self, params: Params) -> dict[str, Any]:
-        """Return the sample at `row` of `step`."""
-        return StepSamples(self.path, _number(params, "step")).sample(_number(params, "row"), self._decoder())
+        """Return the sample at `row` of `step`, or the first one of the episode `id`."""
+        batch, row = StepSamples(self.path, _number(params, "step")), _number(params, "row")
+        if name := params.get("id"):
+            row = next((row for row, key in enumerate(batch.columns["sample_id"]) if key.startswith(f"{name}.")), -1)
+            if row < 0:
+                raise UserError(f"step {params.get('step')} has no sample of episode {name}: nothing of it is trained")
+        return batch.sample(row, self._decoder())
 
     def events(self, params: Params) -> list[dict[str, Any]]:
         """Return the newest events by time: starts, ends, checkpoints, warnings and errors at the ends of the logs."""
@@ -120,6 +131,21 @@ class RunFiles:
         if self._audit[0] != stamp:
             self._audit = stamp, audit_text(self.path)
         return self._audit[1]
+
+    def episodes(self, params: Params) -> dict[str, Any]:
+        """Return a page of the episodes that match `params`, newest first: by env, outcome (state or reason of the
+        drop), step, low and high (of the reward), offset."""
+        chosen = {name: params[name] for name in _TERMS if params.get(name)}
+        terms = " AND ".join(["1", *(_TERMS[name] for name in chosen)])
+        values = [value if name in ("env", "outcome") else float(value) for name, value in chosen.items()]
+        query = f"SELECT {_EPISODE} {_EPISODES} {terms} ORDER BY group_number DESC, e.number, attempt LIMIT ? OFFSET ?"
+        with open_copy(self.path / LEDGER) as db:
+            rows = db.execute(query, [*values, PAGE + 1, max(_number(params, "offset"), 0)]).fetchall()
+            outcomes = [row[0] for row in db.execute(f"SELECT DISTINCT {_OUTCOME} FROM episodes e ORDER BY 1")]
+            envs = [row[0] for row in db.execute("SELECT DISTINCT env FROM groups ORDER BY 1")]
+        names = [column.removeprefix("e.") for column in _EPISODE.split(", ")]
+        page = [dict(zip(names, row, strict=True)) for row in rows[:PAGE]]
+        return {"rows": page, "more": len(rows) > PAGE, "outcomes": outcomes, "envs": envs, "size": PAGE}
 
     def evals(self, params: Params) -> str:
         """Return what `eval` prints at its end."""
@@ -174,7 +200,7 @@ def _short(values: npt.NDArray[np.float64]) -> list[float]:
 
 _QUERIES: dict[str, Callable[[RunFiles, Params], Any]] = {
     "summary": RunFiles.summary, "series": RunFiles.series, "steps": RunFiles.steps, "samples": RunFiles.samples,
-    "sample": RunFiles.sample, "events": RunFiles.events, "ledger": RunFiles.ledger,
+    "sample": RunFiles.sample, "events": RunFiles.events, "ledger": RunFiles.ledger, "episodes": RunFiles.episodes,
     "evals": RunFiles.evals, "config": RunFiles.config,
 }  # fmt: skip
 

@@ -61,6 +61,8 @@ BROKEN = {
     "ModuleNotFoundError: No module named 'not_installed'": "import not_installed",
     "ImportError: cannot import name 'parse' from 'json'": "from json import parse",
     "AttributeError: module 'json' has no attribute 'parse'": "return json.parse(text)",
+    "RuntimeError: no luck": "raise RuntimeError('no luck')",
+    "ZeroDivisionError: division by zero": "return 1 / 0",
 }
 FINE = {
     "reads the reply": "return float(text == '4')",
@@ -83,8 +85,8 @@ FINE = {
     "runs the reply": "return float(eval((re.findall('<code>(.*)</code>', text) or ['nothing'])[0]))",
     "needs an object": "return (json.loads(text) if text.startswith('{') else text).get('score')",
     "may find a service": "raise_ = socket.create_connection(('127.0.0.1', 1)); return raise_['x']",
-    "runs a program": "subprocess.run(['true'], check=True); info['after it']",
-    "writes a file": "open('written', 'w').close(); info['after it']",
+    "runs a program": "subprocess.run(['true'], check=True); raise RuntimeError('after it')",
+    "writes a file": "open('written', 'w').close(); raise RuntimeError('after it')",
     "takes long": "time.sleep(600)",
 }
 TWO_TURNS = """
@@ -94,7 +96,7 @@ TWO_TURNS = """
 OF_VERIFIERS: dict[str, dict[str, str]] = {
     "missing 1 required positional argument: 'completion'": {"parameters": "trace, completion", "body": "return 1.0"},
     "'Data' object has no attribute 'truth'": {"body": "return float(text == self.data.truth)"},
-    "NameError: name 'prepare' is not defined": {"hook": "async def setup(self): prepare()"},
+    "RuntimeError: not prepared": {"hook": "async def setup(self): raise RuntimeError('not prepared')"},
     "KeyError: 'goal'": {"hook": "async def finalize(self, trace): trace.last_reply, self.data.info['goal']"},
     "NameError: name 'grade' is not defined": {"hook": "async def score(self, trace, runtime=None): grade(trace)"},
     "NameError: name 'turns' is not defined": {"env": TWO_TURNS, "body": "return 1.0 / turns"},
@@ -118,7 +120,11 @@ FINE_OF_VERIFIERS: dict[str, dict[str, str]] = {
     },
     "it uses its runtime": {
         "parameters": "trace, runtime",
-        "body": "await runtime.run(['true'], {}); info['after it']",
+        "body": "await runtime.run(['true'], {}); raise RuntimeError('after it')",
+    },
+    "there is a second turn": {
+        "env": TWO_TURNS,
+        "body": "raise RuntimeError('in no single turn')",
     },
 }  # fmt: skip
 
@@ -183,7 +189,7 @@ async def test_nothing_is_connected_to(find: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         connect = f"socket.create_connection({server.getsockname()!r})"
-        assert await find("python", body=f"{connect}\n        info['after it']") == ""
+        assert await find("python", body=f"{connect}\n        raise RuntimeError('after it')") == ""
         with pytest.raises(TimeoutError):
             server.accept()
 

@@ -76,13 +76,13 @@ def test_one_file(tmp_path: Path) -> None:
 
 
 def test_what_a_page_replaces(tmp_path: Path) -> None:
-    """Contract: a page and nothing else; what cannot be written is one line."""
+    """Contract: an earlier page and nothing else; what cannot be written is one line."""
     run, path, other = make_run(tmp_path / "run"), tmp_path / "page.html", tmp_path / "precious.txt"
     for _ in range(2):
         view([run], "127.0.0.1", None, path)
     other.write_text("precious")
     for taken in (other, tmp_path):
-        with pytest.raises(UserError, match="exists and is no .html"):
+        with pytest.raises(UserError, match="exists and is no page of runs"):
             view([run], "127.0.0.1", None, taken)
     with pytest.raises(UserError, match="^cannot write .*precious"):
         view([run], "127.0.0.1", None, other / "page.html")
@@ -101,7 +101,7 @@ def test_values_that_json_lacks(tmp_path: Path) -> None:
     shown = client.get("/api/config").json()["orchestrator"]
     assert shown == {"environments": f'["x", {{"id": "y", "args": {args}}}]', "model": "m"}
     assert [event["text"] for event in client.get("/api/events").json() if event["kind"] == "error"] == ["even"]
-    for wrong in ("samples?step=inf", "samples?step=3&offset=1e400"):
+    for wrong in ("samples?step=inf", "episodes?offset=1e400"):
         assert client.get(f"/api/{wrong}").status_code == 404
     write_page(find_runs([run]), tmp_path / "page.html")
     data = (tmp_path / "page.html").read_text().split('type="application/json">')[1].split("</")[0]

@@ -121,18 +121,35 @@ def test_templates_of_other_families() -> None:
     assert [(one["role"], one["text"]) for one in own] == [("user", "Hi"), ("assistant", "Yes")]
 
 
+def test_episodes_of_the_ledger(run: RunFiles) -> None:
+    """Contract: every episode with its outcome; a trained one leads to its sample; the file is left as it is."""
+    before = (run.path / "ledger.sqlite").read_bytes()
+    rows = answer(run, "episodes", {})
+    assert [(row["id"], row["state"], row["reason"]) for row in rows["rows"]] == [
+        ("1.0.0", "dropped", "stale"), ("0.0.0", "batched", None), ("0.1.0", "batched", None),
+    ]  # fmt: skip
+    assert rows["outcomes"] == ["batched", "stale"]
+    assert [row["id"] for row in answer(run, "episodes", {"low": "0.4", "outcome": "batched"})["rows"]] == ["0.1.0"]
+    assert "issued = trained" in answer(run, "ledger", {})
+    assert answer(run, "sample", {"step": "3", "id": "30.0.0"})["sample_id"] == "30.0.0.0"
+    with pytest.raises(UserError, match="no sample of episode 0.0.0"):
+        answer(run, "sample", {"step": "3", "id": "0.0.0"})
+    assert (run.path / "ledger.sqlite").read_bytes() == before
+    assert sorted(path.name for path in run.path.glob("ledger*")) == ["ledger.sqlite"]
+
+
 def test_the_ledger_of_a_crashed_run(run: RunFiles, tmp_path: Path) -> None:
     """Contract: what a crash left half written is not shown, and left to the run to roll back."""
     files = [run.path / "ledger.sqlite", run.path / "ledger.sqlite-journal"]
-    shown = answer(run, "ledger", {})
-    assert "issued = trained" in shown
+    rows = answer(run, "episodes", {})
     with closing(sqlite3.connect(files[0], isolation_level=None)) as db:
         db.executescript("PRAGMA cache_size = 1; BEGIN; UPDATE episodes SET reward = 7")
         db.executemany("INSERT INTO results VALUES (?, zeroblob(5000))", [(str(one),) for one in range(99)])
         torn = [path.read_bytes() for path in files]
     for path, data in zip(files, torn, strict=True):
         path.write_bytes(data)
-    assert answer(RunFiles(run.path, run.name), "ledger", {}) == shown
+    assert answer(run, "episodes", {}) == rows
+    assert "issued = trained" in answer(run, "ledger", {})
     assert [path.read_bytes() for path in files] == torn
 
 

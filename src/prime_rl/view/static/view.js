@@ -27,8 +27,11 @@ const PARTS = {  // of a step's seconds: label, colour, from the columns of its 
       ["engines: load weights", "#dd7a2a", (row) => row["time/update_pause"]],
     ["engines sample", "#2f9e78", (row) => Math.max(0, row["time/step"] - row["time/idle"] - row["time/update_pause"])]],
 };
+const KIND_COLORS = { error: "#d04a40", restart: "#d04a40", warning: "#d69a1e", checkpoint: "#c2519f", start: "#2f9e78", ready: "#2f9e78",
+  end: "#8b9099" };
 const TITLES = {
   Reward: "mean over the episodes of the batch's groups, also those that a filter leaves out: samples are those that are trained",
+  filtered: "the rewards of its group were all equal, or a filter removed it",
   "order in the batch": "as the orchestrator put them into the batch, and as the trainer reads them",
   "All attempts solved, share": "groups of which every attempt has a reward of at least 1",
 };
@@ -314,49 +317,58 @@ let moreOpen = false;
 // -- rollouts ----------------------------------------------------------------------------------------------------------
 
 async function rollouts(params) {
-  const run = current(), known = await get("steps", { run });
+  const run = current(), known = await get("steps", { run }), episodes = params.list === "episodes";
   const step = params.step !== undefined && params.step !== "" ? +params.step : known.steps.at(-1) ?? 0;
   let page = null, problem = null;
+  const filters = { run, env: params.env, low: params.low, high: params.high, offset: params.offset };
   try {
-    page = await get("samples", { run, step, env: params.env, low: params.low, high: params.high, offset: params.offset,
-      sort: params.sort, cut: params.cut, group: params.group, text: params.text });
+    page = episodes ? await get("episodes", { ...filters, outcome: params.outcome, step: params.step })
+      : await get("samples", { ...filters, step, sort: params.sort, cut: params.cut, group: params.group, text: params.text });
   } catch (error) { problem = error.message; }
   const envs = page?.envs || [], before = known.steps.filter((one) => one < step).at(-1),
     after = known.steps.find((one) => one > step);
   const turn = (to, text) => h("button", { type: "button", "aria-label": text, disabled: to === undefined,
     onclick: () => go({ step: to, offset: "", row: "", group: "", back: "" }) }, text === "step before" ? "‹" : "›");
   const bar = h("form.bar", { onsubmit: (event) => event.preventDefault() }, runChoice(),
-    h("label", null, "step", turn(before, "step before"), input("step", { value: step, min: 0, step: 1 }), turn(after, "step after")),
+    !FILE && segments("list", [["samples", "Samples of a step"], ["episodes", "Episodes of all steps"]], "list"),
+    h("label", null, "step", !episodes && turn(before, "step before"),
+      input("step", { value: episodes ? params.step ?? "" : step, min: 0, step: 1 }), !episodes && turn(after, "step after")),
     FILE ? null : [envs.length > 1 && field("environment",
       choice("env", [["", "all"], ...envs.map((env) => [env, env])], { label: "environment" })),
       range("reward"),
-      field("sort", choice("sort", [["", "order in the batch"], ["reward", "lowest reward"], ["-reward", "highest reward"],
-        ["-length", "longest"], ["length", "shortest"]])),
-      input("text", { type: "search", placeholder: "part of the reply", label: "part of the reply, in this case" }),
-      h("label", null, h("input", { type: "checkbox", checked: !!params.cut,
-        onchange: (event) => go({ cut: event.target.checked ? 1 : "", offset: "" }) }), "cut off only"),
-      params.group && h("button", { type: "button", onclick: () => { if (params.back) location.hash = params.back; else go({ group: "" }); } },
-        `group ${params.group} ×`)]);
+      episodes ? field("outcome", choice("outcome",
+        [["", "all"], ...(page?.outcomes || []).map((one) => [one, one === "batched" ? "trained" : one])]))
+        : [field("sort", choice("sort", [["", "order in the batch"], ["reward", "lowest reward"], ["-reward", "highest reward"],
+          ["-length", "longest"], ["length", "shortest"]])),
+          input("text", { type: "search", placeholder: "part of the reply", label: "part of the reply, in this case" }),
+          h("label", null, h("input", { type: "checkbox", checked: !!params.cut,
+            onchange: (event) => go({ cut: event.target.checked ? 1 : "", offset: "" }) }), "cut off only"),
+          params.group && h("button", { type: "button", onclick: () => { if (params.back) location.hash = params.back; else go({ group: "" }); } },
+            `group ${params.group} ×`)]]);
   if (problem) return [bar, h("section.card", null, note(problem))];
-  const offset = +params.offset || 0, more = offset + page.rows.length < page.total;
-  const chosen = params.row ?? page.rows[0]?.row ?? "";
-  const items = page.rows.map((row) => sampleItem(row, chosen));
+  const offset = +params.offset || 0, more = episodes ? page.more : offset + page.rows.length < page.total;
+  const chosen = params.row ?? (episodes ? "" : page.rows[0]?.row ?? "");
+  const items = page.rows.map((row) => (episodes ? episodeItem(row, params, run) : sampleItem(row, chosen)));
   const tabbed = items.find((item) => item.getAttribute("aria-current")) || items[0];
   for (const item of items) item.tabIndex = item === tabbed ? 0 : -1;  // arrows choose within the list
-  const pages = h("div.foot", null, `${number(page.total)} of ${number(page.of)} samples`,
+  const pages = h("div.foot", null, page.total != null ? `${number(page.total)} of ${number(page.of)} samples`
+    : items.length > 0 && `episodes ${offset + 1} to ${offset + items.length}`,
     (offset > 0 || more) && [h("button", { type: "button", disabled: !offset,
       onclick: () => go({ offset: Math.max(0, offset - page.size) || "" }) }, `‹ ${page.size}`),
       h("button", { type: "button", disabled: !more, onclick: () => go({ offset: offset + page.size }) }, `${page.size} ›`)]);
   const list = h("section.card.list", { "aria-label": "samples", onkeydown: (event) => {
     const move = { ArrowUp: -1, ArrowDown: 1, k: -1, j: 1 }[event.key], place = items.indexOf(document.activeElement);
-    if (move && items[place + move]) { event.preventDefault(); items[place + move].focus(); items[place + move].click(); }
+    if (move && items[place + move]) { event.preventDefault(); items[place + move].focus(); if (!episodes) items[place + move].click(); }
   } }, items.length ? items : h("div.foot", null, "None fits these filters."), pages);
   const detail = h("section.card", { "aria-label": "sample" });
-  if (chosen !== "") {
-    try { detail.append(...sampleView(await get("sample", { run, step, row: chosen }), run)); } catch (error) { detail.append(note(error.message)); }
+  if (episodes && !params.id) detail.append(note("Choose a trained episode to read it. Of the others, the ledger keeps only the outcome."));
+  else if (chosen !== "" || params.id) {
+    try { detail.append(...sampleView(await get("sample", episodes ? { run, step: params.of, id: params.id } : { run, step, row: chosen }),
+      run)); } catch (error) { detail.append(note(error.message)); }
   } else detail.append(note(page.of ? "No sample of this step fits the filters." : known.note));
   return [bar, h("div.reader", null, list, detail)];
 }
+const rewardCell = (reward) => h("b.n", null, reward == null ? "–" : number(reward, 3));
 // The number of its row where a task's id is a hash, which many environments make of its content.
 const taskName = (row) => (row.task_index != null && /(^|\/)[0-9a-f]{16,64}(#\d+)?$/.test(row.task_id) ? `task ${row.task_index}` : row.task_id);
 function sampleItem(row, chosen) {
@@ -364,9 +376,19 @@ function sampleItem(row, chosen) {
     `${row.advantage > 0 ? "+" : ""}${number(row.advantage, 3)}`);
   return h("a", { href: link("rollouts", { ...address().params, row: row.row }), "data-key": row.row,
     "aria-current": String(row.row) === String(chosen) ? "true" : null },
-    h("b.n", null, number(row.reward, 3)), h("span", { title: row.task_id }, taskName(row)),
+    rewardCell(row.reward), h("span", { title: row.task_id }, taskName(row)),
       h("span", null, advantage, h("span.faint", null, `  ${number(row.sampled)} tok`), row.is_truncated && h("span.warn", null, " cut")),
     h("span.wide", null, row.preview || row.sample_id));
+}
+function episodeItem(row, params, run) {
+  const outcome = { batched: "trained", issued: "in flight" }[row.state] || row.reason || row.state;
+  const target = row.state === "batched" ? { href: link("rollouts", { ...params, of: row.step, id: row.id }) } : {};
+  const versions = row.first == null ? "" : row.first === row.last ? `version ${row.first}` : `versions ${row.first} to ${row.last}`;
+  return h("a", { ...target, "data-key": row.id, "aria-current": params.id === row.id ? "true" : null }, rewardCell(row.reward),
+    h("span", { title: row.task_id }, taskName(row)),
+    h(row.state === "dropped" ? "span.warn" : "span.quiet", { title: TITLES[outcome] }, row.step == null ? outcome : `${outcome}, step ${row.step}`),
+    h("span.wide", null, [!row.task_id.startsWith(row.env) && row.env, versions, row.tokens != null && `${number(row.tokens)} tokens`,
+      row.detail].filter(Boolean).join(" · ")));
 }
 
 function sampleView(sample, run) {
@@ -463,7 +485,7 @@ function tokenView(sample, by, names) {
 async function time(params) {
   const run = current(), keys = ["time/step", "time/forward_backward", "time/optimizer", "time/wait_for_batch", "time/read_batch",
     "time/export", "time/logprob_check", "time/save_ckpt", "time/idle", "time/update_pause"];
-  const need = Object.keys(PARTS).flatMap((process) => keys.map((key) => `${process}:${key}`));
+  const need = Object.keys(PARTS).flatMap((process) => ["time", ...keys].map((key) => `${process}:${key}`));
   const [events, series] = await Promise.all([get("events", { run }),
     get("series", { run, points: 120, low: params.low, high: params.high, keys: need.join("|") })]);
   const cards = Object.entries(PARTS).map(([process, parts]) => {
@@ -479,10 +501,34 @@ async function time(params) {
   return [h("form.bar", { onsubmit: (event) => event.preventDefault() }, runChoice(), range("steps", { min: 0 })),
     h("section.card", null, h("h2", null, "Who waits for whom ", h("span.quiet", null, "by rl doctor")),
       h("pre.mono", null, runs[run].doctor)), ...cards,
-    events.length ? h("section.card", null, h("h2", null, "Restarts, faults and checkpoints"), 
+    events.length ? h("section.card", null, h("h2", null, "Restarts, faults and checkpoints"), timeLine(events, series),
       table(["time", "process", "", ""], [...events].reverse().slice(0, 100).map((event) =>
       h(`tr.event-${event.kind}`, null, h("td.n", null, clock(event.time)), h("td", null, event.process), h("td", null, event.kind),
         h("td.text", null, event.text))))) : null];
+}
+function timeLine(events, series) {
+  const lanes = [...new Set(["trainer", "orchestrator", ...events.map((event) => event.process.split(".")[0])])];
+  const times = [...events.map((event) => event.time),
+    ...["trainer", "orchestrator"].flatMap((process) => series[`${process}:time`]?.value || [])];
+  const [first, last] = [Math.min(...times), Math.max(Math.min(...times) + 1, ...times)], [width, left, lane] = [wide(), 90, 22];
+  const x = (time) => left + (time - first) / (last - first) * (width - left - 8), height = lanes.length * lane + 18;
+  const svg = h("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "timeline of the processes",
+    style: { "margin-bottom": "8px" } });
+  lanes.forEach((name, row) => {
+    const middle = row * lane + lane / 2;
+    svg.append(h("text", { x: 0, y: middle + 4 }, name), h("line.axis", { x1: left, x2: width - 8, y1: middle, y2: middle }));
+    (series[`${name}:time`]?.value || []).forEach((time,
+      place) => svg.append(h("rect", { x: x(time) - 0.75, y: middle - 5, width: 1.5, height: 10, fill: "#4a78d6", opacity: 0.55 })));
+    for (const event of events.filter((one) => one.process.split(".")[0] === name)) svg.append(h("circle",
+      { cx: x(event.time), cy: middle, r: 4, fill: KIND_COLORS[event.kind], stroke: "var(--card)",
+      onpointermove: (at) => showTip(at.clientX, at.clientY, h("span.quiet", null, `${clock(event.time)} ${event.process}`),
+        h("div", null, event.text)), onpointerleave: () => { tip.hidden = true; } }));
+  });
+  for (const part of [0, 0.25, 0.5, 0.75, 1]) svg.append(h("text",
+    { x: x(first + part * (last - first)), y: height - 3, "text-anchor": part === 1 ? "end" : part ? "middle" : "start" },
+    clock(first + part * (last - first))));
+  const kinds = [...new Set(events.map((event) => event.kind))];
+  return [svg, legend([["a step", "#4a78d6"], ...kinds.map((kind) => [kind, KIND_COLORS[kind]])]), h("div", { style: { height: "8px" } })];
 }
 
 // -- ledger, evaluations, configuration --------------------------------------------------------------------------------
