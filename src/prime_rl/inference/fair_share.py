@@ -25,7 +25,8 @@ class FairShare(Generic[T]):
     def __init__(
         self, most: int, weights: Mapping[str, float], limits: Mapping[str, float], resident: float = math.inf
     ) -> None:
-        self._most, self._weights, self._limits, self._resident = most, weights, limits, resident
+        self._most, self._weights, self._resident = most, weights, resident
+        self._limits = {name: max(1, int(limit * most)) for name, limit in limits.items()}
         self.in_flight: Counter[str] = Counter()
         self._waiting: defaultdict[str, deque[T]] = defaultdict(deque)
         self._since: dict[str, float] = {}  # when each tenant in flight was first admitted
@@ -78,8 +79,8 @@ class FairShare(Generic[T]):
             past = sorted((since, name) for name in inside if now - (since := self._since[name]) >= TURN_SECONDS)
             inside -= {name for _, name in past[:outside]}
             waiting = [name for name in waiting if name in inside]
-        limits = {name: max(1, int(self._limits.get(name, 1.0) * self._most)) for name in waiting}
-        return min((name for name in waiting if self.in_flight[name] < limits[name]), key=self._order, default=None)
+        admissible = [name for name in waiting if self.in_flight[name] < self._limits.get(name, self._most)]
+        return min(admissible, key=self._order, default=None)
 
     def _order(self, name: str) -> tuple[float, float]:
         return self.in_flight[name] / self._weights.get(name, 1.0), self._passes[name]

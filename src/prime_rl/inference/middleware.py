@@ -24,7 +24,7 @@ SERVED = {
 SERVED_BELOW = ("/v1/", "/inference/v1/", "/static/")
 # They load adapters by a path that the request names. vLLM's other administrative routes are not served anyway.
 OFF = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-
+TOKEN_ROUTE, TOKEN_ALIAS = "/inference/v1/generate", "/v1/generate"
 
 # What tenants' keys are for.
 GENERATING = ("/v1/", "/inference/v1/", "/invocations", "/generative_scoring")
@@ -45,6 +45,8 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
+        if scope["path"] == TOKEN_ALIAS:
+            scope = {**scope, "path": TOKEN_ROUTE}
         path = str(scope["path"])
         try:
             name = await self._tenant(scope, path)

@@ -6,7 +6,7 @@
         {"engine_share", "waiting"}: its part of the engine over the last minutes, and its requests that wait for it
     POST /pause -> {"paused"}, POST /resume likewise: requests in flight are kept; an update pauses by itself
     POST /leave -> {"leaving"}: orchestrators give this server no new episodes, and let it go once those in flight ended
-    POST /v1/generate, an alias of /inference/v1/generate
+    POST /v1/generate, an alias of /inference/v1/generate (in `middleware`)
     POST /v1/sample {"token_ids", "sampling_params", "cache_salt", "model"} -> vLLM's answer of /inference/v1/generate
 
 Errors: `{"error": {"message", "code"}}`. A 4xx means that nothing changed. `middleware` asks for the API key.
@@ -34,12 +34,10 @@ from typing import Annotated, Any
 import numpy as np
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 from loguru import logger
 from pydantic import BaseModel, ConfigDict, Field
 
 from prime_rl import faults
-from prime_rl.errors import UserError
 from prime_rl.inference import compat, middleware
 from prime_rl.inference.checks import model_directory
 from prime_rl.inference.engine_watch import watch_engine
@@ -51,7 +49,7 @@ from prime_rl.inference.tenancy import CURRENT_TENANT, Tenancy
 from prime_rl.monitor import Status
 from prime_rl.transport.tenants import tenant_dir
 
-TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE = "/inference/v1/generate", "/v1/generate", "/v1/sample"
+SAMPLE_ROUTE = "/v1/sample"
 FOLLOW_SECONDS = 60.0
 STOP_SECONDS = 20.0  # from a signal to the end, at most; vLLM's own time for requests in flight comes on top
 _SAMPLING_PARAMETERS = {
@@ -245,11 +243,6 @@ class PrimeRoutes:
         # It ends when its client goes away: vLLM drops a request whose generator is cancelled.
         app.add_api_route(SAMPLE_ROUTE, with_cancellation(sample), methods=["POST"])
         app.add_exception_handler(Rejected, answer_rejected)
-        route = next((route for route in app.routes if isinstance(route, APIRoute) and route.path == TOKEN_ROUTE), None)
-        if route is None:
-            raise UserError(f"this vLLM has no token route {TOKEN_ROUTE}")
-        kept = {"dependencies": route.dependencies, "response_model": route.response_model}
-        app.add_api_route(TOKEN_ALIAS, route.endpoint, methods=sorted(route.methods), **kept)
         self._app = app
         self._config = plugin_config()  # None without a server: when vLLM writes its API's description
 
