@@ -281,6 +281,9 @@ class StepSource:
         mine, device = plan(lengths, seq_len, self.world.size, self.costs)[self.world.rank], self.world.device
         wanted = [index for indices in mine for index in indices]
         made, pads = dict(zip(wanted, documents(wanted), strict=True)), pads_to(device)
+        for index, document in made.items():
+            if (tokens := len(document.input_ids)) != lengths[index]:
+                raise UserError(f"sample {index} has {tokens} tokens, and its batch says {lengths[index]}")
         return mine, pinned([collate([made[i] for i in part], streams, pads, self.routers) for part in mine], device)
 
     def _take(self, step: int) -> StepData:

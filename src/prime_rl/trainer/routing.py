@@ -69,15 +69,19 @@ class Replay(TorchFunctionMode):
     def __init__(self, experts: int, replayed_TK: Tensor | None) -> None:
         super().__init__()
         self.experts, self.replayed_TK = experts, replayed_TK
+        self.limited: Any = None  # scores masked outside the chosen groups, and unmasked
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
+        if function is Tensor.masked_fill:
+            self.limited = out, args[0]
         if function not in (torch.topk, Tensor.topk):
             return out
         if self.replayed_TK is None or args[0].ndim != 2 or args[0].shape[1] != self.experts:  # of groups of experts
             return out[0].clone(), out[1]
         chosen_TK = torch.where(self.replayed_TK < 0, out[1], self.replayed_TK)
-        return args[0].gather(-1, chosen_TK), chosen_TK
+        scores_TE = self.limited[1] if self.limited and self.limited[0] is args[0] else args[0]
+        return scores_TE.gather(-1, chosen_TK), chosen_TK
 
 
 def shard_routers(routers: list[Any], mesh: DeviceMesh) -> list[FSDPModule]:

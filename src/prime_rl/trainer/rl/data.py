@@ -65,6 +65,8 @@ class RolloutData(PolicyData):
 
     def prepare(self, step: int) -> StepData:
         batch = open_batch(step_dir(self.root, step), check_bytes=self.world.is_main)
+        if len(batch) == 0:
+            raise UserError(f"{batch.directory} holds no samples")
 
         counts = dict[str, int]()  # of sampled tokens
 
