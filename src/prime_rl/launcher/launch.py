@@ -4,10 +4,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
 
 from prime_rl.config import RLConfig, write_toml
 from prime_rl.config.shared import how_to_start
@@ -32,7 +30,6 @@ from prime_rl.wait import WaitTimeout, wait
 
 _PORT_SECONDS = 3.0
 _OTHER_HOSTS_SECONDS = 45.0  # heartbeats there count for 30 s
-_Made = TypeVar("_Made")
 
 
 def run(config: RLConfig) -> int:
@@ -49,31 +46,17 @@ def run(config: RLConfig) -> int:
         slurm.submit(config, "rl")
         return RunOutcome.SUCCESS.value
     host = HostResources.of_this_host(config.inference)
-    nodes = None if config.nodes == 1 else Nodes(config)
     if config.dry_run:
         _show(config, host)
         return RunOutcome.SUCCESS.value
-    if nodes is not None:
-        return _run_on_node(config, host, nodes).value
-    names = {process.name for process in make_plan(config, host).processes}
-    with rundir.Owner(config.output_dir) as owner, claimed_ports:
-        plan = _claim(config, names, lambda: make_plan(_with_ports(config, host), host), _PORT_SECONDS)
-        if plan is None:
-            return RunOutcome.SUCCESS.value
-        if config.trainer.tenants is not None:
-            tenants.publish_servers(config.output_dir, [f"{server.url}/v1" for server in plan.servers if server.port])
-        return _supervise(config, plan, owner).value
-
-
-def _with_ports(config: RLConfig, host: HostResources) -> RLConfig:
-    return with_ports(config, "orchestrator.client", lay_out(config, host).ports)
+    return _start(config, host).value
 
 
 def _show(config: RLConfig, host: HostResources) -> None:
     """Print what this host would run, and what would refuse it; write the configuration of each process."""
     role = NodeRole.of(config)
     urls = [] if role.is_alone else [f"http://NODE-{rank}:PORT" for rank in range(role.leader)]
-    plan = make_plan(_with_ports(config, host) if role.is_alone else config, host, urls)
+    plan = make_plan(_with_ports(config, host), host, urls)
     for path, section in plan.configs.items():
         write_toml(section, path)
     say("\n".join([*headlines(config, plan), "", describe(plan)]))
@@ -90,10 +73,40 @@ def _show(config: RLConfig, host: HostResources) -> None:
         say(f"rl would refuse: {error}")
 
 
-def _claim(config: RLConfig, names: set[str], make: Callable[[], _Made], seconds: float) -> _Made | None:
-    """Prepare the run directory for processes of these names; return what `make` returns, or None if all is made.
+def _start(config: RLConfig, host: HostResources) -> RunOutcome:
+    """Prepare the run directory, unless another node does, and run what this host runs."""
+    names = {process.name for process in make_plan(config, host).processes}
+    nodes, owner, urls = None if config.nodes == 1 else Nodes(config), None, list[str]()
+    with ExitStack() as exit_stack:
+        if nodes is None or nodes.role.leads:
+            owner = exit_stack.enter_context(rundir.Owner(config.output_dir))
+            exit_stack.enter_context(claimed_ports)
+            try:
+                claimed = _claim(config, host, names)
+            except UserError:
+                if nodes is not None:
+                    nodes.end(RunOutcome.FAILURE)
+                raise
+            if claimed is None:
+                return RunOutcome.SUCCESS if nodes is None else nodes.end(RunOutcome.SUCCESS)
+            config = claimed
+        if nodes is not None:
+            urls = exit_stack.enter_context(nodes).await_others(say)
+            if nodes.has_ended:
+                return nodes.end(RunOutcome.FAILURE)
+        plan = make_plan(config, host, urls)
+        for process in plan.processes:
+            if process.server is not None:
+                rundir.forget_status(config.output_dir, process.name)
+        if config.trainer.tenants is not None:
+            tenants.publish_servers(config.output_dir, [f"{server.url}/v1" for server in plan.servers if server.port])
+        return _supervise(config, plan, owner, nodes)
 
-    For so many seconds processes of a run before may take to die, or to be known as dead. Raises UserError.
+
+def _claim(config: RLConfig, host: HostResources, names: set[str]) -> RLConfig | None:
+    """Prepare the run directory for processes of these names; return the configuration with ports, None if all is made.
+
+    For a while processes of a run before may take to die, or to be known as dead. Raises UserError.
     """
     _check_directory(config)
     if config.recover and _is_finished(config):
@@ -101,52 +114,34 @@ def _claim(config: RLConfig, names: set[str], make: Callable[[], _Made], seconds
         return None
     refusals = list[UserError]()
 
-    def claimed() -> list[_Made] | None:
+    def claimed() -> RLConfig | None:
         try:
             rundir.refuse_running(config.output_dir, names)
-            return [make()]
+            return _with_ports(config, host)
         except UserError as error:
             refusals.append(error)
             return None
 
+    seconds = _PORT_SECONDS if config.nodes == 1 else _OTHER_HOSTS_SECONDS
     try:
-        (made,) = wait(claimed, subject="its port", owner="a run before", seconds=seconds)
+        with_its_ports = wait(claimed, subject="its port", owner="a run before", seconds=seconds)
     except WaitTimeout:
         raise refusals[-1] from None
     if _resumes(config):
-        others = {rundir.LAUNCHER} if config.nodes == 1 else read_status(config.output_dir).keys() - names
-        for name in read_status(config.output_dir).keys() - others:
+        for name in names if config.nodes > 1 else read_status(config.output_dir).keys() - {rundir.LAUNCHER}:
             rundir.forget_status(config.output_dir, name)
     else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
         with rundir.cleaned(config.output_dir, "rl", keep_evals=not config.clean):
             pass
-    return made
+    return with_its_ports
 
 
-def _run_on_node(config: RLConfig, host: HostResources, nodes: Nodes) -> RunOutcome:
-    """Run this node's part of a run of several."""
-    leads = nodes.role.leads
-    with ExitStack() as exit_stack:
-        owner = exit_stack.enter_context(rundir.Owner(config.output_dir)) if leads else None
-        if leads:
-            try:
-                if not _claim(config, {"trainer", "orchestrator"}, lambda: True, _OTHER_HOSTS_SECONDS):
-                    return nodes.end(RunOutcome.SUCCESS)
-            except UserError:
-                nodes.end(RunOutcome.FAILURE)
-                raise
-        exit_stack.enter_context(nodes)
-        urls = nodes.await_others(say)
-        if nodes.has_ended:
-            return nodes.end(RunOutcome.FAILURE)
-        plan = make_plan(config, host, urls if leads else ())
-        for process in plan.processes:
-            if process.server is not None:
-                rundir.forget_status(config.output_dir, process.name)
-        return _supervise(config, plan, owner, nodes)
+def _with_ports(config: RLConfig, host: HostResources) -> RLConfig:
+    """Choose the ports of this host's servers. Those of several nodes have the one that is given."""
+    return with_ports(config, "orchestrator.client", lay_out(config, host).ports) if config.nodes == 1 else config
 
 
-def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner | None, nodes: Nodes | None = None) -> RunOutcome:
+def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner | None, nodes: Nodes | None) -> RunOutcome:
     output_dir, bench, began = config.output_dir, config.bench, time.time()
     for path, section in plan.configs.items():
         write_toml(section, path)

@@ -110,7 +110,7 @@ class Nodes:
         if outcome := statuses[0].outcome:
             say(f"{statuses[0].process} has ended the run")
             self._decision = _OUTCOMES[outcome]
-        return [status.url for status in statuses]
+        return [status.url for status in statuses if status.url]
 
     def tick(self, supervisor: Supervisor, say: Callable[[str], None]) -> None:
         """Publish that this node drains, and react to the others: drain or stop with the leader, report those that are

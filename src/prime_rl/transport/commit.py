@@ -90,15 +90,9 @@ class Stage:
         `hashes` are those known, by relative file name; the others are computed from the files' bytes.
         Raises CommitError if something stands under `final` already, UserError if the disk fails, is full or read-only.
         """
-        subject, hashes = subject_of(self.final), hashes or {}
+        subject = subject_of(self.final)
         with disk_errors(self.path):
-            written = sorted(path for path in self.path.rglob("*") if path.is_file())
-            faults.point(f"write:{subject}", max(written, key=lambda path: path.stat().st_size, default=None))
-            files: dict[str, FileEntry] = {}
-            for path in written:
-                sync(path)
-                name = path.relative_to(self.path).as_posix()
-                files[name] = {"size": path.stat().st_size, "xxh3": hashes.get(name) or hash_file(path)}
+            files = self.sync_files(hashes or {})
             faults.point(f"fsync:{subject}")
             manifest = Manifest(step, producer, self.nonce, files, extra or {})
             (self.path / MANIFEST).write_bytes(json.dumps(vars(manifest)).encode())
@@ -111,6 +105,18 @@ class Stage:
         with disk_errors(self.final, _NOT_DURABLE):
             faults.point(f"renamed:{subject}")
             sync(self.final.parent)
+
+    def sync_files(self, hashes: dict[str, str]) -> dict[str, FileEntry]:
+        """Make what was written durable; return the entry of each file. `hashes` as in `commit`."""
+        written = sorted(path for path in self.path.rglob("*") if path.is_file())
+        largest = max(written, key=lambda path: path.stat().st_size, default=None)
+        faults.point(f"write:{subject_of(self.final)}", largest)
+        files: dict[str, FileEntry] = {}
+        for path in written:
+            sync(path)
+            name = path.relative_to(self.path).as_posix()
+            files[name] = {"size": path.stat().st_size, "xxh3": hashes.get(name) or hash_file(path)}
+        return files
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,6 @@ path. A version may also be an adapter (LoRA) beside the base model, in PEFT's f
 
 import json
 import os
-import shutil
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,7 +21,7 @@ from pydantic import FiniteFloat, TypeAdapter
 from prime_rl import faults
 from prime_rl.errors import UserError, user_errors
 from prime_rl.transport import commit
-from prime_rl.transport.commit import CommitError, Manifest, disk_errors, hash_file, read_manifest
+from prime_rl.transport.commit import CommitError, Manifest, Stage, disk_errors, read_manifest
 
 INDEX = "model.safetensors.index.json"  # if there are several files: which holds which tensor
 HASH_CHUNK_BYTES = 8 << 20  # part of every manifest: other chunks give other hashes
@@ -293,26 +292,18 @@ def make_durable(directory: Path, write: Callable[[Path], Mapping[str, TensorEnt
     """
     committed = read_manifest(directory)
     manifest = weights_manifest(directory, committed)
-    staging = directory / ".durable"
-    with disk_errors(directory, "the version stays in memory"):
-        shutil.rmtree(staging, ignore_errors=True)  # left by a trainer that was killed
-        staging.mkdir()
-        try:
-            hashed = write(staging)
-            hashes, files = file_hashes(hashed), dict(committed.files)
-            for path in sorted(staging.iterdir()):
-                commit.sync(path)
-                files[path.name] = {"size": path.stat().st_size, "xxh3": hashes.get(path.name) or hash_file(path)}
-            faults.point(f"lasting:{commit.subject_of(directory)}")
-            for path in sorted(staging.iterdir()):
-                os.rename(path, directory / path.name)
-            commit.sync(directory)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+    with Stage(directory) as stage, disk_errors(directory, "the version stays in memory"):
+        hashed = write(stage.path)
+        files = stage.sync_files(file_hashes(hashed))
+        faults.point(f"lasting:{commit.subject_of(directory)}")
+        for name in files:
+            os.rename(stage.path / name, directory / name)
+        commit.sync(directory)
+        stage.path.rmdir()
         tensors = {
             name: vars(replace(hashed[name], checksum=entry.checksum)) for name, entry in manifest.tensors.items()
         }
         extra = {key: value for key, value in committed.extra.items() if key != "publisher"} | {"tensors": tensors}
-        text = json.dumps(vars(committed) | {"files": files, "extra": extra})
-        commit.write_atomically(directory / commit.MANIFEST, text.encode())
+        durable = replace(committed, files=committed.files | files, extra=extra)
+        commit.write_atomically(directory / commit.MANIFEST, json.dumps(vars(durable)).encode())
     faults.point(f"lasts:{commit.subject_of(directory)}")

@@ -148,7 +148,7 @@ def test_a_durable_version_can_be_had_all_the_time(opened, monkeypatch):
         if name == "lasting:weights/step_1":
             with pytest.raises(CommitError, match="never written"):
                 verify_weights(directory)
-            assert {path.name for path in directory.iterdir()} == {MANIFEST, ".durable"}
+            assert {path.name for path in directory.iterdir()} == {MANIFEST}
             seen.extend([directory.stat().st_ino, received(weights_manifest(directory))])
 
     with opened("memory") as run:
