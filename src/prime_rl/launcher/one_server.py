@@ -22,20 +22,22 @@ _PROBE_SECONDS = 5.0
 def process_of(
     name: str, config: InferenceConfig | EvalConfig, env: Mapping[str, str], server: ServerSpec | None = None
 ) -> ProcessSpec:
-    """Write the configuration of a process of `output_dir`; return what starts it."""
+    """Write the configuration of a process of `output_dir`, forget its earlier status, and return what starts it."""
     path = config.output_dir / "configs" / f"{name}.toml"
     write_toml(config, path)
     argv = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", str(path))
     log = config.output_dir / "logs" / f"{name}.log"
-    return ProcessSpec(name, argv, log, {"PYTHONUNBUFFERED": "1", **env}, server=server)
+    forget_status(config.output_dir, name)
+    defaults = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if isinstance(config, InferenceConfig) and config.api_key:
+        defaults["VLLM_API_KEY"] = config.api_key
+    return ProcessSpec(name, argv, log, {**defaults, **env}, server=server)
 
 
 @contextmanager
 def running_server(config: InferenceConfig, seconds: float) -> Iterator[None]:
     """Run a server with these settings during a `with` block. Raises UserError if it exits or is not ready in time."""
-    env = {"VLLM_API_KEY": config.api_key} if config.api_key else {}
-    child = SupervisedChild(process_of(SERVER, config, env, ServerSpec(config.server.url, seconds)))
-    forget_status(config.output_dir, SERVER)
+    child = SupervisedChild(process_of(SERVER, config, {}, ServerSpec(config.server.url, seconds)))
 
     def has_started() -> bool:
         status = read_status(config.output_dir).get(SERVER)

@@ -205,15 +205,14 @@ def config_path(config: RLConfig, name: str) -> Path:
 
 
 def describe(plan: Plan) -> str:
-    """Describe the plan for people: processes, GPUs, ports, directories."""
-    lines = [f"run directory  {plan.output_dir}"]
+    """Describe the plan for people: processes, GPUs, ports, files; what `headlines` leaves out."""
+    lines = list[str]()
     keys = {value for process in plan.processes for name, value in process.env.items() if is_secret(name, value)}
     for process in plan.processes:
         where = f"GPU {','.join(process.gpus)}" if process.gpus else "CPU"
         variables = [f"{key}={'***' if value in keys else value}" for key, value in sorted(process.env.items())]
         lines += [f"{process.name:<13}  {where:<10}  log {process.log}", f"{'':<15}{shlex.join(process.argv)}"]
         lines += [f"{'':<15}{' '.join(variables)}"] if variables else []
-    lines += [f"versions       {plan.versions}"] if plan.versions else []
     for server in plan.servers:
         whose = "already running" if server.port is None else f"port {server.port}"
         lines.append(f"server         {server.url} ({whose})")

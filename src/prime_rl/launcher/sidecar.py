@@ -19,7 +19,6 @@ from prime_rl.evals.results import REPORT, report_table
 from prime_rl.inference.checks import visible_gpus
 from prime_rl.launcher.one_server import process_of
 from prime_rl.launcher.plan import ProcessSpec, ServerSpec, gpus_of_a_server
-from prime_rl.launcher.rundir import forget_status
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import read_status
@@ -68,15 +67,13 @@ class EvalSidecar:
         assert config.eval is not None
         self._output_dir, self._client, served = config.output_dir, config.eval.client, server_config(config)
         self._configs: dict[str, EvalConfig | InferenceConfig] = {EVAL: eval_config(config)}
-        self.variables = {EVAL: {"TOKENIZERS_PARALLELISM": "false"}}
+        self.variables: dict[str, dict[str, str]] = {EVAL: {}}
         if served is not None:
-            self._configs[SERVER], self.variables[SERVER] = served, {"TOKENIZERS_PARALLELISM": "false"}
-            if gpus := _gpus_of_server(served, environ):
-                placed = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-                self.variables[SERVER] |= placed
+            gpus = _gpus_of_server(served, environ)
+            placed = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+            self._configs[SERVER], self.variables[SERVER] = served, placed if gpus else {}
             if served.api_key:
-                self.variables[SERVER]["VLLM_API_KEY"] = served.api_key
-                self.variables[EVAL][self._client.api_key_var] = served.api_key
+                self.variables[EVAL] = {self._client.api_key_var: served.api_key}
         inherited = child_env(environ, SFTConfig).items()
         self.environ = {name: value for name, value in inherited if not name.startswith(_TORCHRUN_PREFIXES)}
 
@@ -86,7 +83,6 @@ class EvalSidecar:
         for name, config in self._configs.items():
             server = ServerSpec(self._client.servers, self._client.ready_timeout) if name == SERVER else None
             processes.append(process_of(name, config, self.variables[name], server))
-            forget_status(self._output_dir, name)  # an earlier run's
             logger.info("starting {} (log: {})", name, processes[-1].log)
         policy = RestartPolicy(_MAX_RESTARTS)
         self._supervisor = Supervisor(processes, self._output_dir, logger.info, policy=policy, environ=self.environ)

@@ -30,7 +30,6 @@ _SAME = (
 )  # fmt: skip
 _SEQ_LEN = "seq_len"  # need not be equal: the orchestrator's samples must fit the trainer's micro-batches
 _FRESH_SECONDS = 30.0  # of a heartbeat, on another host
-_START_SECONDS = 300.0  # from these settings to the first status, on another host
 
 
 @dataclass(frozen=True)
@@ -121,10 +120,10 @@ def _running(output_dir: Path) -> Iterator[ProcessSettings]:
     statuses = read_status(output_dir)
     for path in sorted((output_dir / "settings").glob("*.json")):
         if (record := read_record(ProcessSettings, path)) is not None:
-            status, fresh_seconds = statuses.get(record.process), _FRESH_SECONDS
+            status = statuses.get(record.process)
             if status is None or (status.id, status.host) != (record.status.id, record.status.host):
-                status, fresh_seconds = record.status, _START_SECONDS
-            if _is_live(status, fresh_seconds):
+                status = record.status  # it has written no other yet
+            if _is_live(status):
                 yield record
 
 
@@ -154,10 +153,10 @@ def running_processes(output_dir: Path) -> set[str]:
     return names | {name.partition(".")[0] for name, status in statuses if _is_live(status)}
 
 
-def _is_live(status: ProcessStatus, fresh_seconds: float = _FRESH_SECONDS) -> bool:
-    """Whether another process is alive; one on another host is, for so long after its heartbeat."""
+def _is_live(status: ProcessStatus) -> bool:
+    """Whether another process is alive; one on another host is for a while after its heartbeat."""
     if status.outcome is not None:
         return False
     if status.host == this_host():
         return status.pid != os.getpid() and is_alive(status.id)
-    return time.time() < status.heartbeat + fresh_seconds
+    return time.time() < status.heartbeat + _FRESH_SECONDS

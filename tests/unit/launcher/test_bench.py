@@ -32,7 +32,7 @@ def test_the_benchmark_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixt
     orchestrator = OrchestratorConfig(environments=[TrainingEnv(id="reverse-text")], eval=EvalSection(num_examples=4))
     config = from_table(RLConfig, {"output_dir": tmp_path, "orchestrator": orchestrator, **settings})
     assert launch.run(config) == 0
-    assert f"run directory  {tmp_path / 'bench'}" in capsys.readouterr().out
+    assert f"directory     {tmp_path / 'bench'};" in capsys.readouterr().out
     after = files(tmp_path)
     assert {path: after.get(path) for path in before} == before
     configs = {tmp_path / "bench" / "configs" / f"{name}.toml" for name in ("rl", "trainer", "orchestrator")}

@@ -91,7 +91,7 @@ def test_a_deployment():
     assert [process.name for process in made.processes] == ["inference", "inference-1", "trainer"]
     assert section(made, "inference").lora.tenants.slots == section(made, "trainer").tenants.slots == 3
     assert Path("outputs/configs/orchestrator.toml") not in made.configs
-    assert "versions       adapters of rank 4, of 3 tenants at a time" in plan.describe(made)
+    assert "model         m, adapters of rank 4, of 3 tenants at a time" in plan.headlines(config, made)
     assert from_table(DeploymentConfig, tomllib.loads(to_toml(config))) == config
 
 
