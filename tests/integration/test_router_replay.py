@@ -11,7 +11,7 @@ from conftest import launch_server, make_tiny_model
 from prime_rl.config import parse
 from prime_rl.config.rl import ParityConfig
 from prime_rl.config.trainer import TrainerModel
-from prime_rl.launcher import parity
+from prime_rl.launcher import one_server
 from prime_rl.trainer import parity_scorer
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.parallel import close_world, init_world
@@ -50,7 +50,7 @@ def test_parity_with_replay(moe_server, tmp_path):
     """Contract: `rl parity` replays what the server says, and is not sound where that is wrong for one token."""
     words = ["--model.name", str(moe_server.model), "--device", "cpu", "--router-replay", "--replies", "4"]
     config = parse(ParityConfig, [*words, "--client.base-url", moe_server.base_url], {})
-    asyncio.run(parity.sample(config, tmp_path))
+    asyncio.run(one_server.sample(config, tmp_path))
     assert parity_scorer.score(config, tmp_path)
     gaps = json.loads((tmp_path / "parity.json").read_text())["gaps"]
     assert all(gap["largest"] < TOLERANCE for gap in gaps.values())

@@ -57,7 +57,7 @@ def main() -> None:
 
 def _parity(config: ParityConfig) -> None:
     """Sample, then score."""
-    from prime_rl.launcher import parity
+    from prime_rl.launcher import one_server
 
     check_model(config.model.name)
     directory = config.output_dir / "parity"
@@ -66,9 +66,9 @@ def _parity(config: ParityConfig) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if config.client is not None:
         say(f"sampling {config.replies} replies from {config.client.servers}")
-        asyncio.run(parity.sample(config, directory))
+        asyncio.run(one_server.sample(config, directory))
     else:
-        parity.serve_and_sample(config, directory)
+        one_server.serve_and_sample(config, directory)
     say("loading the model to score them by the trainer")
     from prime_rl.trainer.parity_scorer import score
 

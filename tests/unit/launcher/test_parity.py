@@ -9,7 +9,7 @@ import pytest
 
 from prime_rl.config import InferenceConfig, parse
 from prime_rl.config.rl import ParityConfig
-from prime_rl.launcher import parity
+from prime_rl.launcher import one_server
 
 
 def started(monkeypatch: pytest.MonkeyPatch, root: Path, *arguments: str) -> tuple[InferenceConfig, ParityConfig]:
@@ -25,9 +25,9 @@ def started(monkeypatch: pytest.MonkeyPatch, root: Path, *arguments: str) -> tup
     async def sample(config: ParityConfig, directory: Path) -> None:
         samplers.append(config)
 
-    monkeypatch.setattr(parity, "running_server", running_server)
-    monkeypatch.setattr(parity, "sample", sample)
-    parity.serve_and_sample(parse(ParityConfig, ["--model.name", "m", *arguments], {}), root)
+    monkeypatch.setattr(one_server, "running_server", running_server)
+    monkeypatch.setattr(one_server, "sample", sample)
+    one_server.serve_and_sample(parse(ParityConfig, ["--model.name", "m", *arguments], {}), root)
     return servers[0], samplers[0]
 
 
