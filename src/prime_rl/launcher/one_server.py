@@ -1,5 +1,5 @@
-"""A server without a run around it, for `rl chat`, `prime_rl.serve` and `rl parity`, which has it sample and stops it, so
-that one GPU is enough."""
+"""A server without a run around it, for `rl chat`, `prime_rl.serve` and `rl parity`, which has it sample, and stops it
+to score: one GPU is enough."""
 
 import asyncio
 import json
