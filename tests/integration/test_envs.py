@@ -31,7 +31,7 @@ def _reset(world):
 async def test_an_episode_is_what_the_engine_gave(world):
     """The prompt is the model's own template of the task; prompt ids as sent, sampled ids and logprobs as answered, bit
     for bit; sampling and version as asked; ids echoed, the environment's reward, prompt and answer readable."""
-    text = world.pool.tasks("reverse-text")[1].task_id.removeprefix("reverse-text/")
+    text = world.pool.tasks("reverse-text")[1].removeprefix("reverse-text/")
     world.engine.reply = lambda prompt: f"<reversed_text>{text[::-1]}</reversed_text>"
     result = await world.run("reverse-text", task=1, seed=42)
     (exchange,) = world.engine.exchanges

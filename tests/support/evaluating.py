@@ -8,7 +8,7 @@ from typing import Any
 import xxhash
 
 from prime_rl.config import EvalConfig
-from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
+from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.evals import run, runner
 from prime_rl.evals.results import EvalResults
@@ -38,8 +38,8 @@ class Pool(ScriptedPool):
         self.sick: list[str] = []
         self.running = self.most = 0
 
-    def tasks(self, env: str) -> list[TaskInfo]:
-        return [TaskInfo(f"t{index}", index) for index in range(self.count)]
+    def tasks(self, env: str) -> list[str]:
+        return [f"t{index}" for index in range(self.count)]
 
     async def run(
         self, *, env: str, task_index: int, sampling: dict[str, Any], server: str | None = None, **_: Any

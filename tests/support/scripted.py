@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
+from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.fleet.client import Served
 from prime_rl.monitor import Monitor, Status
 from prime_rl.monitor.status import status_path
@@ -107,8 +107,8 @@ class ScriptedPool:
     async def close(self) -> None:
         await asyncio.sleep(0)
 
-    def tasks(self, env: str) -> list[TaskInfo]:
-        return [TaskInfo("task", 0)]
+    def tasks(self, env: str) -> list[str]:
+        return ["task"]
 
     async def run(self, *, episode_id: str, policy_version: int, env: str, **_) -> EpisodeResult:
         await asyncio.sleep(self.seconds)

@@ -31,7 +31,7 @@ from prime_rl import processes
 from prime_rl.config.orchestrator import OPSD
 from prime_rl.config.shared import EnvConfig, api_root
 from prime_rl.envs import protocol
-from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Page, ProtocolError, Run, TaskInfo
+from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Page, ProtocolError, Run
 from prime_rl.errors import UserError
 from prime_rl.redact import passed_on
 from prime_rl.wait import WaitTimeout, wait_async, within
@@ -95,7 +95,7 @@ class WorkerSet:
     setup: protocol.Setup
     variables: Mapping[str, str]
     log: Path
-    tasks: list[TaskInfo] = field(default_factory=list)  # none until a worker has loaded it
+    tasks: list[str] = field(default_factory=list)  # their ids; none until a worker has loaded it
     deaths: int = 0  # of workers without episodes, since an episode was finished
     idle_since: float = field(default_factory=time.monotonic)  # since when fewer workers suffice
     waiting: dict[int, Request] = field(default_factory=dict)  # by their numbers, in the order in which they asked
@@ -254,8 +254,8 @@ class EnvPool:
     def _ready(self, worker_set: WorkerSet) -> list[Worker]:
         return [worker for worker in self.of(worker_set) if worker.ready and not worker.draining and not worker.ending]
 
-    def tasks(self, env: str) -> list[TaskInfo]:
-        """The tasks of an environment, in its own order."""
+    def tasks(self, env: str) -> list[str]:
+        """The ids of an environment's tasks, in its own order: that of `task_index`."""
         return self.sets[env].tasks
 
     @property
@@ -279,7 +279,7 @@ class EnvPool:
         sent: temperature, top_p, top_k, min_p, max_tokens, min_tokens, seed … Raises UserError: the pool has failed."""
         worker_set, number = self.sets[env], next(self._numbers)
         self._loaded(worker_set)
-        task_id, sampler = worker_set.tasks[task_index].task_id, self._samplers.get(env)
+        task_id, sampler = worker_set.tasks[task_index], self._samplers.get(env)
         base_url = f"{api_root(sampler.base_url if sampler else server or self._base_url)}/v1"
         message = Run(number, episode_id, task_index, task_id, sampling, policy_version, base_url, timeout)
         result = asyncio.get_running_loop().create_future()
@@ -427,8 +427,8 @@ class EnvPool:
             case protocol.Ready():
                 worker.ready = True
                 if not worker_set.tasks:
-                    tasks = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
-                    worker_set.tasks = tasks if message.bounded else protocol.FirstTasks(tasks)
+                    task_ids = message.task_ids
+                    worker_set.tasks = task_ids if message.bounded else protocol.FirstTasks(task_ids)
                 self._fill(worker_set)
                 self._adjust(worker_set)
             case protocol.Failed(message=why):

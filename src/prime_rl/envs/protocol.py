@@ -48,16 +48,8 @@ class Outcome(StrEnum):
     WORKER_DIED = "worker_died"
 
 
-@dataclass(frozen=True)
-class TaskInfo:
-    """A task of an environment: its durable id, and its index in the worker's list."""
-
-    task_id: str
-    index: int
-
-
-class FirstTasks(list[TaskInfo]):
-    """The first tasks of an endless environment: not all there are."""
+class FirstTasks(list[str]):
+    """Ids of the first tasks of an endless environment: not all there are."""
 
 
 @dataclass

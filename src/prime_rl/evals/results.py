@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.envs.protocol import EpisodeResult, TaskInfo
+from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.errors import UserError
 from prime_rl.monitor.monitor import JsonLines
 from prime_rl.transport.commit import write_atomically
@@ -58,7 +58,7 @@ class EvalResults:
     """
 
     plan: EvalPlan
-    tasks: Sequence[TaskInfo]
+    tasks: Sequence[str]  # their ids
     version: int
     policy: str = ""  # `step_<version>`, or `api`
     hash: str = ""
@@ -127,7 +127,7 @@ class EvalResults:
     @property
     def attempts(self) -> list[Attempt]:
         """All attempts that were asked for; those at one task together, as they share their prompt."""
-        return [(task.task_id, number) for task in self.tasks for number in range(self.plan.rollouts_per_example)]
+        return [(task_id, number) for task_id in self.tasks for number in range(self.plan.rollouts_per_example)]
 
     @property
     def made(self) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from prime_rl.envs.pool import EnvPool
-from prime_rl.envs.protocol import EpisodeResult, FirstTasks, Outcome, TaskInfo
+from prime_rl.envs.protocol import EpisodeResult, FirstTasks, Outcome
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalPlan, EvalResults
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState, least_loaded_healthy
@@ -80,14 +80,14 @@ class EvalRunner:
         for worker in self._workers:
             worker.cancel()
 
-    async def _work(self, todo: deque[tuple[EvalResults, TaskInfo, int]]) -> None:
+    async def _work(self, todo: deque[tuple[EvalResults, int, int]]) -> None:
         while todo and not self.superseded():  # bounded: each attempt is, and a server that is lost gives none
-            results, task, number = missing = todo.popleft()
-            result = await self._attempt(results, task.index, number)
+            results, index, number = missing = todo.popleft()
+            result = await self._attempt(results, index, number)
             if result is None:
                 todo.append(missing)
                 continue
-            result.task_id = task.task_id
+            result.task_id = results.tasks[index]
             result.output_tokens = result.output_tokens or output_tokens(result)
             results.seconds = time.monotonic() - self._begin
             results.add(number, result)
@@ -155,9 +155,9 @@ class EvalRunner:
         return result
 
 
-def _missing(results: EvalResults) -> list[tuple[EvalResults, TaskInfo, int]]:
-    tasks = {task.task_id: task for task in results.tasks}
-    return [(results, tasks[id_], number) for id_, number in results.attempts if (id_, number) not in results.rows]
+def _missing(results: EvalResults) -> list[tuple[EvalResults, int, int]]:
+    indices = {task_id: index for index, task_id in enumerate(results.tasks)}
+    return [(results, indices[id_], number) for id_, number in results.attempts if (id_, number) not in results.rows]
 
 
 def env_pool(config: "EvalConfig | OrchestratorConfig", environments: "Sequence[EnvConfig]", **more: Any) -> EnvPool:
@@ -173,8 +173,8 @@ def env_pool(config: "EvalConfig | OrchestratorConfig", environments: "Sequence[
     )
 
 
-def tasks_of(pool: EnvPool, plan: EvalPlan) -> Sequence[TaskInfo]:
-    """Return the tasks that are to be attempted; warn where there are fewer than asked for.
+def tasks_of(pool: EnvPool, plan: EvalPlan) -> Sequence[str]:
+    """Return the ids of the tasks that are to be attempted; warn where there are fewer than asked for.
     Raises UserError: the environment is endless, and no number of tasks is set."""
     tasks = pool.tasks(plan.worker)
     if plan.num_examples < 0 and isinstance(tasks, FirstTasks):

@@ -179,7 +179,7 @@ class Orchestrator:
     def _make_scheduler(self, version: int) -> None:
         config, published = self.config, self.weight_sync.published
         tasks = {
-            env.name: [Task(env.name, task.index, task.task_id) for task in self.pool.tasks(env.name)]
+            env.name: [Task(env.name, index, task_id) for index, task_id in enumerate(self.pool.tasks(env.name))]
             for env in config.environments
         }
         curricula = {env: curriculum for env in tasks if (curriculum := config.curriculum_of(env)) is not None}

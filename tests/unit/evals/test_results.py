@@ -6,7 +6,7 @@ import math
 import pytest
 
 from prime_rl.config.shared import SamplingConfig
-from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
+from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalPlan, EvalResults, pass_at_k
 
@@ -16,7 +16,7 @@ def result(reward=1.0, outcome=Outcome.OK, task="0", **more):
 
 
 def results(tasks, attempts, **settings):
-    listed = [TaskInfo(str(task), task) for task in range(tasks)]
+    listed = [str(task) for task in range(tasks)]
     plan = EvalPlan("env", "env", SamplingConfig(), tasks, attempts, 100)
     return EvalResults(plan, listed, 3, "step_3", **settings)
 

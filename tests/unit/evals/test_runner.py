@@ -7,14 +7,14 @@ import pytest
 
 from prime_rl.config import EvalConfig
 from prime_rl.config.shared import SamplingConfig
-from prime_rl.envs.protocol import FirstTasks, TaskInfo
+from prime_rl.envs.protocol import FirstTasks
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalPlan
 from prime_rl.evals.run import way_of_asking
 from prime_rl.evals.runner import tasks_of, wire_sampling
 from prime_rl.launcher.preflight import check_key
 
-TASKS = [TaskInfo(f"t{i}", i) for i in range(4)]
+TASKS = [f"t{i}" for i in range(4)]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import xxhash
 
 from faults import audit
 from prime_rl import faults, wait
-from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
+from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.fleet import weight_sync
 from prime_rl.monitor import Status, read_metrics
 from prime_rl.orchestrator.checkpoint import read_state
@@ -44,8 +44,8 @@ class MixedPool(ScriptedPool):
     its name: some fail for good, some are worth another attempt, some groups carry no signal, some samples do not fit;
     there are tasks of all difficulties."""
 
-    def tasks(self, env: str) -> list[TaskInfo]:
-        return [TaskInfo(f"task-{i}", i) for i in range(12)]
+    def tasks(self, env: str) -> list[str]:
+        return [f"task-{i}" for i in range(12)]
 
     async def run(self, *, episode_id: str, env: str, task_index: int, **rest) -> EpisodeResult:
         await asyncio.sleep(xxhash.xxh3_64_intdigest(episode_id.encode()) % 50 / 1000)
