@@ -38,14 +38,15 @@ _WANDB_HINT = (
 
 @dataclass(frozen=True)
 class Extras:
-    """What a step may show beside its numbers: samples, rows of `SAMPLE_COLUMNS`, and values to make histograms of."""
+    """What a step may show beside its numbers: samples, rows of `columns`, and values to make histograms of."""
 
     samples: Sequence[Sequence[Any]] = ()
     distributions: Mapping[str, Any] = field(default_factory=dict)
+    columns: Sequence[str] = SAMPLE_COLUMNS
 
     def media(self, library: Any) -> dict[str, Any]:
         """Return them as W&B shows them; Trackio has the same classes."""
-        tables = {"samples": library.Table(columns=list(SAMPLE_COLUMNS), data=self.samples)} if self.samples else {}
+        tables = {"samples": library.Table(columns=list(self.columns), data=self.samples)} if self.samples else {}
         histograms = {name: library.Histogram(values) for name, values in self.distributions.items()}
         return tables | {f"distributions/{name}": histogram for name, histogram in histograms.items()}
 
@@ -107,7 +108,7 @@ def start_tensorboard(settings: shared.TensorboardConfig, origin: Origin) -> Tra
         for name, values in extras.distributions.items():
             summaries.append(histogram_pb(f"distributions/{name}", np.asarray(values, np.float64)))
         if extras.samples:
-            summaries.append(text_pb("samples", np.array([SAMPLE_COLUMNS, *extras.samples], dtype=str)))
+            summaries.append(text_pb("samples", np.array([extras.columns, *extras.samples], dtype=str)))
         for summary in summaries:
             writer.add_event(Event(step=step, wall_time=time.time(), summary=summary))
         writer.flush()
@@ -215,7 +216,7 @@ class Trackers:
             some = wanted.get(name)
             samples = made.samples if some is not None and some.samples else ()
             distributions = made.distributions if some is not None and some.distributions else {}
-            self._ask(name, partial(tracker.log, step, row, Extras(samples, distributions)))
+            self._ask(name, partial(tracker.log, step, row, Extras(samples, distributions, made.columns)))
 
     def close(self) -> None:
         for name, tracker in [*self.active.items()]:

@@ -6,6 +6,7 @@ Each tenant's adapter has a slot of its own. Letters: S rows, I input and O outp
 E experts.
 """
 
+import difflib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -234,8 +235,10 @@ def _named(modules: Mapping[str, nn.Module], names: Sequence[str], option: str, 
     for name in names:
         paths = [path for path in modules if path == name or path.endswith(f".{name}")]
         if not paths:
-            last = ", ".join(sorted({path.rpartition(".")[2] for path in modules}))
-            raise UserError(f"lora.{option}: model {model} has no module {name} that can be named there, only {last}")
+            last = sorted({path.rpartition(".")[2] for path in modules})
+            near = difflib.get_close_matches(name, last, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(last)}"
+            raise UserError(f"lora.{option}: model {model} has no module {name} that can be named there; {hint}")
         chosen += paths
     return chosen
 
@@ -310,8 +313,13 @@ def load_adapter(policy: nn.Module, directory: Path, world: World) -> None:
                 f"lora.adapter: {path} {what} tensor {different[0]}: give the lora.target_modules, lora.experts and "
                 "lora.modules_to_save that it was made with"
             )
-        for tensor in tensors.values():
-            tensor.read(path, file, world)
+        for name, tensor in tensors.items():
+            local, start = tensor.local(world)
+            stored = file.get_slice(name)
+            if (shape := list(stored.get_shape())) != tensor.shape:
+                raise UserError(f"lora.adapter: {name} has shape {shape}, not {tensor.shape}: of another base model?")
+            if local.numel():
+                local.copy_(stored[start : start + local.shape[0]])
 
 
 def peft_config(policy: nn.Module, config: "LoRAConfig", model: str) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from prime_rl.errors import UserError, user_errors
 from prime_rl.trainer.parallel import World, local_part, rows_of_rank
 from prime_rl.transport.commit import UNSYNCED_BYTES
-from prime_rl.transport.weights import read_header
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _WRAPPED = "_checkpoint_wrapped_module."  # of blocks that keep less, or keep it elsewhere
@@ -56,15 +55,6 @@ class StoredTensor:
         if 0 <= place < local.shape[0]:
             return local[place, rows], 0
         return local.new_empty(0, *self.shape[1:]), 0
-
-    def read(self, path: Path, file: Any, world: World) -> None:
-        """Read this rank's rows from `file`, which is open at `path`. Raises UserError if it has another shape."""
-        local, start = self.local(world)
-        stored = file.get_slice(self.name)
-        if (shape := list(stored.get_shape())) != self.shape:
-            raise UserError(f"{path}: {self.name} has shape {shape}, the model's has {self.shape}")
-        if local.numel():
-            local.copy_(stored[start : start + local.shape[0]] if shape else file.get_tensor(self.name))
 
 
 def plain_name(name: str, slot: int = 0) -> str:
@@ -161,11 +151,10 @@ def randomize(policy: nn.Module, world: World, seed: int) -> None:
 def load_weights(policy: nn.Module, directory: Path, world: World) -> None:
     """Read every parameter's rows of this rank from a model directory's safetensors files.
 
-    Experts may be stored as the family publishes them, or as transformers holds them. Raises UserError or CommitError
-    if a tensor is missing or has another shape, or a file is damaged.
+    Experts may be stored as the family publishes them, or as transformers holds them. Raises UserError if a tensor
+    is missing or has another shape, or a file is damaged.
     """
-    with user_errors(f"the weights in {directory} are unreadable", OSError):
-        files = {name: path for path in sorted(directory.glob("*.safetensors")) for name in read_header(path)}
+    files = _tensor_files(directory)
     by_file: dict[Path, list[StoredTensor]] = {}
     for tensor in stored_tensors(policy, files):
         if tensor.name not in files:
@@ -174,7 +163,25 @@ def load_weights(policy: nn.Module, directory: Path, world: World) -> None:
     for path, tensors in by_file.items():
         with user_errors(f"{path} is damaged or unreadable", SafetensorError, OSError), safe_open(path, "pt") as file:
             for tensor in tensors:
-                tensor.read(path, file, world)
+                local, start = tensor.local(world)
+                stored = file.get_slice(tensor.name)
+                if (shape := list(stored.get_shape())) != tensor.shape:
+                    raise UserError(f"{path}: {tensor.name} has shape {shape}, config.json says {tensor.shape}")
+                if local.numel():
+                    local.copy_(stored[start : start + local.shape[0]] if shape else file.get_tensor(tensor.name))
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    index = directory / "model.safetensors.index.json"
+    problem = f"the weights in {directory} are damaged or unreadable"
+    with user_errors(problem, SafetensorError, OSError, ValueError, KeyError):
+        if index.is_file():
+            return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        files: dict[str, Path] = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                files |= dict.fromkeys(file.keys(), path)
+        return files
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -41,10 +41,6 @@ class Source:
     directory: Path | None
     trust_remote_code: bool = False
 
-    @property
-    def vocabulary(self) -> int:
-        return int(self.config.get_text_config().vocab_size)
-
     @cached_property
     def tensors(self) -> dict[str, TensorEntry]:
         """The tensors of the files with their hashes; read once, which takes seconds. Raises CommitError."""
@@ -67,11 +63,15 @@ def find_model(name: str, trust_remote_code: bool = False, random_weights: bool 
     """
     directory = Path(name).expanduser()
     if not directory.is_dir():
-        if directory.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise UserError(f"model {name} is not a directory")
+        if directory.exists():
+            raise UserError(f"model {name} is a file; a directory with config.json and *.safetensors is needed")
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise UserError(f"model directory {name} does not exist")
         if random_weights:
             return Source(name, _known_config(name), None)
         directory = _download(name)
+    if not (directory / "config.json").is_file():
+        raise UserError(f"model directory {directory} has no config.json")
     with user_errors(f"{directory}/config.json cannot be used", OSError, ValueError, KeyError):
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     has_weights = any(directory.glob("*.safetensors"))

@@ -323,7 +323,8 @@ class WeightPublisher:
         directory = step_dir(self.root, version)
         if version not in list_steps(self.root):
             return False
-        if weights_manifest(directory).publisher is None:
+        links = any(path.is_symlink() for path in directory.iterdir())  # into a tmpfs, of an earlier release
+        if weights_manifest(directory).publisher is None and not links:
             return True
         prune(directory)
         return False

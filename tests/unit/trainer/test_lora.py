@@ -172,16 +172,16 @@ def test_dropout_is_the_same_when_a_block_is_computed_again(make: Make, tied_mod
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target_modules": ["q_porj"]}, "no module q_porj that can be named there, only .*q_proj"),
+        ({"target_modules": ["q_porj"]}, "no module q_porj that can be named there; did you mean q_proj?"),
         ({"target_modules": ["lm_head"]}, "no module lm_head"),
         ({"experts": True}, "has no experts"),
-        ({"modules_to_save": ["lm_haed"], "serve": "merged"}, "no module lm_haed .* only .*lm_head"),
+        ({"modules_to_save": ["lm_haed"], "serve": "merged"}, "did you mean lm_head?"),
     ],
 )
 def test_modules_that_cannot_have_adapters_are_named(
     make: Make, tied_model: Path, settings: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message.replace("?", r"\?")):
         make(tied_model, LoRAConfig(**settings))
 
 

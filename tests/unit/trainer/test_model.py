@@ -138,10 +138,10 @@ def retensor(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> No
 
 
 BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no config": (lambda d: (d / "config.json").unlink(), "config.json cannot be used"),
+    "no config": (lambda d: (d / "config.json").unlink(), "no config.json"),
     "config is not JSON": (lambda d: (d / "config.json").write_text("{"), "config.json cannot be used"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "holds no safetensors files"),
-    "truncated": (lambda d: (d / "model.safetensors").write_bytes(b"\1\0\0"), "is not a safetensors file"),
+    "truncated": (lambda d: (d / "model.safetensors").write_bytes(b"\1\0\0"), "damaged or unreadable"),
     "missing tensor": (lambda d: retensor(d, lambda t: t.pop("model.norm.weight")), "no tensor model.norm.weight"),
     "missing expert": (
         lambda d: retensor(d, lambda t: t.pop("model.layers.1.mlp.experts.2.up_proj.weight")),
@@ -153,7 +153,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "wrong shape": (
         lambda d: retensor(d, lambda t: t.update({"model.norm.weight": torch.ones(3)})),
-        r"model.norm.weight has shape \[3\], the model's has \[64\]",
+        r"model.norm.weight has shape \[3\], config.json says \[64\]",
     ),
 }
 
@@ -168,7 +168,7 @@ def test_broken_model_directory(name, world, moe_model, tmp_path):
         build_policy(find_model(str(directory)), TrainerModel(), world)
     assert "\n" not in str(caught.value)
     for missing in (str(tmp_path / "none"), "./no-such-model", "outputs/weights/step_3"):
-        with pytest.raises(UserError, match=f"{missing} is not a directory"):
+        with pytest.raises(UserError, match=f"{missing} does not exist"):
             find_model(missing)
 
 

@@ -93,6 +93,15 @@ def test_tokens_of_a_step(loss, run_training, tied_model, tmp_path):
         values, histogram = stats[column].combine_chunks().flatten().to_numpy(), shown[f"distributions/{name}"]
         assert histogram[:, 2].sum() == len(values)
         assert histogram[[0, -1], [0, 1]] == pytest.approx([values.min(), values.max()], rel=1e-3)
+    header, *rows = shown["samples"].astype(str).tolist()
+    table = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+    for sample, row in zip(batches[0], stats.to_pylist(), strict=True):
+        ratio = np.array(row["log_ratios"], dtype=np.float64)
+        means = {"log_ratio": ratio, "mismatch_kl": np.exp(ratio) - ratio - 1, "entropy": row["entropies"],
+                 "logprob": ratio + np.array(sample.logprobs)[sample.loss_mask]}  # fmt: skip
+        assert {name: float(table[sample.sample_id][name]) for name in means} == pytest.approx(
+            {name: np.mean(values) for name, values in means.items()}, rel=1e-2, abs=1e-3
+        )
 
 
 def test_statistics_do_not_queue_behind_a_hanging_disk(run_training, tied_model, tmp_path, monkeypatch, heard):

@@ -16,7 +16,7 @@ from prime_rl.trainer.packing import LONGEST, Document, Ints, MicroBatch, OnWait
 from prime_rl.trainer.parallel import World, sum_over_ranks
 from prime_rl.trainer.router_replay import Routers, chosen_experts
 from prime_rl.trainer.source import Source
-from prime_rl.trainer.step_tokens import StepTokens
+from prime_rl.trainer.step_tokens import SampleRow, StepTokens
 from prime_rl.transport.commit import list_steps, step_dir, subject_of
 from prime_rl.transport.rollouts import Sample, open_batch
 from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout
@@ -28,7 +28,7 @@ class PolicyData(StepSource):
     """Steps of samples whose weights add up as `loss.normalization` says."""
 
     def __init__(self, config: TrainerConfig, world: World, source: Source) -> None:
-        self.config, self.vocabulary = config, source.vocabulary
+        self.config, self.vocabulary = config, source.config.get_text_config().vocab_size
         super().__init__(world, config.dist_timeout)
 
     def read(self, step: int) -> StepData:
@@ -68,19 +68,21 @@ class RolloutData(PolicyData):
         if len(batch) == 0:
             raise UserError(f"{batch.directory} holds no samples")
 
-        counts = dict[str, int]()  # of sampled tokens
+        rows = list[SampleRow]()
 
         def documents(wanted: list[int]) -> Iterator[Document]:
             for sample in batch.rows(wanted):
                 check_tokens(sample, self.vocabulary)
-                counts[sample.sample_id] = int(np.count_nonzero(np.asarray(sample.loss_mask)[1:]))
+                own = np.flatnonzero(np.asarray(sample.loss_mask)[1:]) + 1
+                advantage = float(np.asarray(sample.advantages)[own].mean()) if own.size else 0.0
+                rows.append(SampleRow(sample.sample_id, sample.env, own.size, sample.reward, advantage))
                 yield document(sample, self.config.loss.kl_coef > 0, self.routers)
 
         lengths, by_group = batch.lengths.tolist(), self.config.loss.normalization == "group"
         mine, batches = self.pack(lengths, self.config.seq_len, len(STREAMS), documents)
         group_of = batch.columns("group_id")["group_id"] if by_group else range(len(lengths))
         mask, logprobs = np.concatenate([one.streams[:2].numpy() for one in batches], 1)
-        sampled = StepTokens(counts, mask > 0, logprobs[mask > 0])
+        sampled = StepTokens(rows, mask > 0, logprobs[mask > 0])
         return grouped(StepData(batches, lengths, len(lengths), sampled=sampled), group_of, mine)
 
 
