@@ -23,7 +23,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "axk1": {**_YARN, "first_k_dense_replace": 0, "mlp_layer_types": ["sparse", "sparse"]},
     "cohere_compass_text": {"rope_parameters": _MROPE}, "deepseek_v2": _YARN, "deepseek_v3": _YARN,
     "gemma4_text": _GEMMA4, "gemma4_unified_text": _GEMMA4, "granitemoehybrid": {"mamba_n_groups": 1},
-    "lfm2": {"block_auto_adjust_ff_dim": False},
+    "lfm2": {"block_auto_adjust_ff_dim": False}, "phi": {"intermediate_size": 512, "num_key_value_heads": 4},
+    "llama4_text": {"attention_chunk_size": 32 * LENGTH, "interleave_moe_layer_step": 2},
     "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
     "zamba2": {"num_key_value_heads": 4, "attention_head_dim": 64, "attention_hidden_size": 256},
 }  # fmt: skip
@@ -57,6 +58,7 @@ WHY = {
     "lfm2_moe": f"{_ROTARY}; with AVX512-BF16 vLLM does not load it at all",
     "kimi_linear": "vLLM's kernels need Triton",
     "olmo_hybrid": "vLLM's kernels need Triton",
+    "llama4": "the tiny config of this wrapper has chunks shorter than rows; `llama4_text` is the same model",
     "jamba": "vLLM's selective scan (Mamba-1) has no kernel for CPUs",
     "laguna": _SIGMOID,
     "mimo_v2_flash": "vLLM keeps the old weights of its attention's sinks; before an update it is 1.7 nats off, for a "

@@ -82,17 +82,18 @@ def test_against_float64(dtype, tokens, limits, mode, chunk, random_head):
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)], ids=str)
-def test_a_capped_head_with_a_scale(dtype, limit, random_head):
-    """Loss and gradients are those of float64's logits, scaled and capped."""
+def test_a_capped_head_with_a_scale_and_a_bias(dtype, limit, random_head):
+    """Loss and gradients, that of the bias included, are those of float64's logits, scaled and capped."""
     head, streams = inputs(random_head, 100, dtype)
+    bias = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(4)).to(GPU, dtype).requires_grad_()
     form = lm_head.HeadForm(scale=2.0, cap=5.0)
-    loss, _ = fused_token_loss(*head, streams, ratio_and_entropy, 96, compiled=True, form=form)
-    leaves = [tensor.detach().double().requires_grad_() for tensor in head[:2]]
-    logits = 5 * torch.tanh(2 * (leaves[0] @ leaves[1].t()) / 5)
+    loss, _ = fused_token_loss(*head, streams, ratio_and_entropy, 96, compiled=True, bias_V=bias, form=form)
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (*head[:2], bias)]
+    logits = 5 * torch.tanh(2 * (leaves[0] @ leaves[1].t() + leaves[2]) / 5)
     logp = torch.log_softmax(logits * head[3].double()[:, None], -1)
     logprob, entropy = logp.gather(1, head[2][:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
     want = ratio_and_entropy(logprob, entropy, streams.double())[0]
-    gradients = torch.autograd.grad(loss, head[:2]), torch.autograd.grad(want, leaves)
+    gradients = torch.autograd.grad(loss, [*head[:2], bias]), torch.autograd.grad(want, leaves)
     for got, gradient in zip((loss.detach(), *gradients[0]), (want.detach(), *gradients[1]), strict=True):
         assert error(got, gradient) < limit
 

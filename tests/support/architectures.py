@@ -58,7 +58,7 @@ _NEUTRAL = re.compile(r"multiplier|scaling|scale")
 _TOKEN = re.compile(r"_(token|token_id|token_index)$")
 
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "Llama 3": ("llama",), "Mistral": ("mistral",),
+    "Llama 3": ("llama",), "Llama 4 (text)": ("llama4_text",), "Mistral": ("mistral",),
     "Ministral": ("ministral", "ministral3"), "Qwen2": ("qwen2",), "Qwen3": ("qwen3",), "Phi-3, Phi-4": ("phi3",),
     "Gemma 2": ("gemma2",), "Gemma 3 (text)": ("gemma3_text",),
     "Granite 3": ("granite",), "Granite 4": ("granitemoehybrid",), "Cohere": ("cohere",), "Cohere2": ("cohere2",),
@@ -68,7 +68,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "Qwen3-MoE": ("qwen3_moe",), "Qwen3-Next": ("qwen3_next",), "Qwen3.5": ("qwen3_5_text",),
     "Qwen3.5-MoE": ("qwen3_5_moe_text",), "GLM-4.5": ("glm4_moe",),
     "DeepSeek-V3": ("deepseek_v3",), "Mixtral": ("mixtral",), "OLMoE": ("olmoe",), "Granite-MoE": ("granitemoe",),
-    "Gemma 4 (text)": ("gemma4_text",), "AFMoE": ("afmoe",), "Apertus": ("apertus",),
+    "Phi-1, Phi-2": ("phi",), "Gemma 4 (text)": ("gemma4_text",), "AFMoE": ("afmoe",), "Apertus": ("apertus",),
 }  # fmt: skip
 """Families whose contract `tests/unit/trainer/test_architectures.py` guards, and their types."""
 
@@ -109,6 +109,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
     "laguna": {"num_attention_heads_per_layer": [4, 4]},
     "longcat_flash": {"zero_expert_num": 2},
+    "llama4_text": {"moe_layers": [1], "attention_chunk_size": 128, "num_experts_per_tok": 1, "attn_scale": 0.5},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"],
@@ -233,6 +234,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe logged": ("qwen3_moe", {"norm_topk_prob": True, "output_router_logits": True}),
     "minicpm3": ("minicpm3", {"dim_model_base": 32}),
     "zamba": ("zamba", {"tie_word_embeddings": False}),
+    "llama4 chunks": ("llama4_text", {"moe_layers": [], "attention_chunk_size": 80, "floor_scale": 8192}),
 }
 """Settings that make another model of a type."""
 

@@ -35,7 +35,7 @@ class Needs(NamedTuple):
 
 
 class _Mask(NamedTuple):
-    """A mask that a model asks for: (batch, head, query, key) -> bool, and its window."""
+    """A mask that a model asks for: (batch, head, query, key) -> bool, and its window or chunk size."""
 
     function: Any
     size: int | None
@@ -74,11 +74,12 @@ def examine(lm: PreTrainedModel, name: str, tokens: int | None = None, mixers: C
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
     ALL_ATTENTION_FUNCTIONS[_NAME] = attend
-    row = torch.zeros(1, 256, dtype=torch.long, device="meta")
+    row, overlay = torch.zeros(1, 256, dtype=torch.long, device="meta"), masking_utils.chunked_overlay
     boundaries = {"cu_seqlens": torch.tensor([0, 256], dtype=torch.int32), "max_seqlen": torch.tensor(256)}
-    # Replace what reads data: document detection, grouped float32 products, rotary frequencies
+    # Replace what reads data: document detection, chunked masks, grouped float32 products, rotary frequencies
     patches: list[tuple[Any, str, Any]] = [
         (masking_utils, "find_packed_sequence_indices", lambda _: None),
+        (masking_utils, "chunked_overlay", lambda size, _: overlay(size, torch.zeros(1, dtype=torch.long))),
         (hub_kernels, "is_torchdynamo_exporting", lambda: True),  # kernels for GPUs: torch's own operations instead
         (F, "grouped_mm", lambda rows, weight, **_: rows.new_empty(rows.shape[0], weight.shape[-1])),
     ]
@@ -95,12 +96,14 @@ def examine(lm: PreTrainedModel, name: str, tokens: int | None = None, mixers: C
         if kind not in _POINTWISE and apart.isdisjoint(layer.modules()):
             raise refused(f"{type(layer).__name__} computes no attention by transformers' interface for it")
     part: Any
-    for part in lm.modules():  # RoPE by the longest document
+    for part in lm.modules():  # RoPE by the longest document, or scales by positions in the row
         rope, limit = str(getattr(part, "rope_type", "")), tokens or 0
         if "longrope" in rope:
             limit = part.config.rope_parameters.get("original_max_position_embeddings", 0)
         elif "dynamic" in rope:
             limit = part.config.max_position_embeddings
+        elif getattr(part, "attn_temperature_tuning", False) and not part.use_rope:  # Llama 4
+            limit = part.floor_scale - 1
         if tokens is not None and tokens > limit:
             raise refused(f"{type(part).__name__} depends on the pack in rows of over {limit} tokens; lower seq_len")
     return Needs(*(max(needs) for needs in zip(*calls, strict=True))) if calls else Needs(0)

@@ -5,7 +5,7 @@ and the accumulated gradient of the head's weight are float32 (float64 for float
 error would grow with the number of chunks. Names carry shapes: N tokens, C of a chunk, V vocabulary, H hidden.
 
 A model's forward may scale and soft-cap its logits (`HeadForm`). The outer factor, scale or cap, goes into the
-inverse temperature: a chunk holds x = hidden weight^T, or with a cap x = tanh(slope · that).
+inverse temperature: a chunk holds x = hidden weight^T + bias, or with a cap x = tanh(slope · that).
 """
 
 import functools
@@ -26,7 +26,7 @@ MAXIMA = 4
 
 @dataclass(frozen=True)
 class HeadForm:
-    """How a model makes logits of u = hidden weight^T:  logits = scale · u,  or  cap · tanh(scale · u / cap)."""
+    """How a model makes logits of u = hidden weight^T + bias:  logits = scale · u,  or  cap · tanh(scale · u / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -110,6 +110,7 @@ def logprob_entropy(
     inv_temperature_N: Tensor,
     chunk: int,
     *,
+    bias_V: Tensor | None = None,
     form: HeadForm = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each label and the entropy of its distribution, both [N] and differentiable.
@@ -117,7 +118,7 @@ def logprob_entropy(
     Keeps no logits: backward recomputes each chunk's (four matrix products). For scoring and sequence losses.
     """
     inv_t = form.fold(inv_temperature_N)
-    return _LogprobEntropy.apply(hidden_NH, weight_VH, labels_N, inv_t, chunk, form.slope)
+    return _LogprobEntropy.apply(hidden_NH, weight_VH, bias_V, labels_N, inv_t, chunk, form.slope)
 
 
 def fused_token_loss(
@@ -130,10 +131,11 @@ def fused_token_loss(
     chunk: int,
     compiled: bool = False,
     *,
+    bias_V: Tensor | None = None,
     form: HeadForm = PLAIN,
     stats_2N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `token_loss` of all tokens: loss [], differentiable once in hidden and weight, and metric sums [M].
+    """Return `token_loss` of all tokens: loss [], differentiable once in hidden, weight and bias, and metric sums [M].
 
     Gradients are computed in forward, while a chunk's logits exist: three matrix products per chunk, not four. With
     `compiled`, `token_loss` and its gradient are compiled, once for all sizes: in eager mode their many operations on
@@ -141,11 +143,13 @@ def fused_token_loss(
     """
     inv_t = form.fold(inv_temperature_N)
     return _FusedTokenLoss.apply(
-        hidden_NH, weight_VH, labels_N, inv_t, streams_KN, token_loss, chunk, compiled, form.slope, stats_2N
+        hidden_NH, weight_VH, bias_V, labels_N, inv_t, streams_KN, token_loss, chunk, compiled, form.slope, stats_2N
     )
 
 
-def _chunked_logits(hidden: Tensor, weight: Tensor, chunk: int, slope: float | None) -> Iterator[tuple[slice, Tensor]]:
+def _chunked_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, slope: float | None
+) -> Iterator[tuple[slice, Tensor]]:
     """Yield each chunk's rows and their x, valid until the next chunk is made.
 
     Without tokens, one empty chunk is yielded, so that results have the right shape when added up.
@@ -155,19 +159,33 @@ def _chunked_logits(hidden: Tensor, weight: Tensor, chunk: int, slope: float | N
     for start in range(0, max(size, 1), chunk):
         s = slice(start, min(start + chunk, size))
         logits = torch.mm(hidden[s], weight.t(), out=room[: s.stop - s.start])
+        if bias is not None:
+            logits += bias
         yield s, logits if slope is None else logits.mul_(slope).tanh_()
 
 
-def _make_gradients(ctx: Any, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Allocate d hidden [N, H] and, zeroed, at least in float32, d weight [V, H] if it is trained."""
+def _make_gradients(hidden: Tensor, *trained: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Allocate d hidden [N, H] and, zeroed, at least in float32, d weight [V, H] and d bias [V] of what is trained."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    return torch.empty_like(hidden), torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
+    d_weight, d_bias = (None if each is None else torch.zeros_like(each, dtype=dtype) for each in trained)
+    return torch.empty_like(hidden), d_weight, d_bias
 
 
-def _backward(d_CV: Tensor, hidden_CH: Tensor, weight: Tensor, d_hidden_CH: Tensor, d_weight: Tensor | None) -> None:
-    """Compute from d, the logits' gradient:  d_hidden = d weight,  d_weight += d^T hidden."""
+def _backward(
+    d_CV: Tensor,
+    hidden_CH: Tensor,
+    weight: Tensor,
+    d_hidden_CH: Tensor,
+    d_weight: Tensor | None,
+    d_bias: Tensor | None,
+) -> None:
+    """Compute from d, the logits' gradient:  d_hidden = d weight,  d_weight += d^T hidden,  d_bias += Σ d."""
     torch.mm(d_CV, weight, out=d_hidden_CH)
-    if d_weight is None or not len(d_CV):
+    if not len(d_CV):
+        return
+    if d_bias is not None:
+        d_bias += d_CV.sum(0, dtype=d_bias.dtype)
+    if d_weight is None:
         return
     if d_CV.dtype == d_weight.dtype:
         d_weight.addmm_(d_CV.t(), hidden_CH)
@@ -203,28 +221,33 @@ def _differentiated(token_loss: TokenLoss, compiled: bool) -> Callable[[Tensor, 
     return run_compiled
 
 
+def _trained(ctx: Any, *parameters: Tensor | None) -> list[Tensor | None]:
+    """Weight and bias, the second and third input, where they need a gradient."""
+    return [each if needed else None for each, needed in zip(parameters, ctx.needs_input_grad[1:3], strict=True)]
+
+
 class _LogprobEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, inv_t: Tensor, chunk: int, slope: float | None
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, inv_t: Tensor, chunk: int, slope: Any
     ) -> tuple[Tensor, Tensor]:
         size, dtype = hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32)
         log_z, logprob, entropy = (torch.empty(size, dtype=dtype, device=hidden.device) for _ in range(3))
-        for s, logits in _chunked_logits(hidden, weight, chunk, slope):
+        for s, logits in _chunked_logits(hidden, weight, bias, chunk, slope):
             log_z[s], logprob[s], entropy[s] = stats(logits, labels[s], inv_t[s])
-        ctx.save_for_backward(hidden, weight, labels, inv_t, log_z, entropy)
+        ctx.save_for_backward(hidden, weight, bias, labels, inv_t, log_z, entropy)
         ctx.chunk, ctx.slope = chunk, slope
         return logprob, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_logprob: Tensor, d_entropy: Tensor) -> Any:  # type: ignore[override]
-        hidden, weight, labels, inv_t, log_z, entropy = ctx.saved_tensors
-        d_hidden, d_weight = _make_gradients(ctx, hidden, weight)
-        for s, logits in _chunked_logits(hidden, weight, ctx.chunk, ctx.slope):
+        hidden, weight, bias, labels, inv_t, log_z, entropy = ctx.saved_tensors
+        d_hidden, d_weight, d_bias = _make_gradients(hidden, *_trained(ctx, weight, bias))
+        for s, logits in _chunked_logits(hidden, weight, bias, ctx.chunk, ctx.slope):
             d = dlogits_(logits, labels[s], inv_t[s], log_z[s], entropy[s], d_logprob[s], d_entropy[s], ctx.slope)
-            _backward(d, hidden[s], weight, d_hidden[s], d_weight)
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 4
+            _backward(d, hidden[s], weight, d_hidden[s], d_weight, d_bias)
+        return *(None if each is None else each.to(weight.dtype) for each in (d_hidden, d_weight, d_bias)), *[None] * 4
 
 
 class _FusedTokenLoss(torch.autograd.Function):
@@ -233,6 +256,7 @@ class _FusedTokenLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         inv_t: Tensor,
         streams: Tensor,
@@ -242,9 +266,9 @@ class _FusedTokenLoss(torch.autograd.Function):
         slope: float | None,
         stats_2N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        d_hidden, d_weight = _make_gradients(ctx, hidden, weight)
+        d_hidden, d_weight, d_bias = _make_gradients(hidden, *_trained(ctx, weight, bias))
         losses, sums = [], []
-        for s, logits in _chunked_logits(hidden, weight, chunk, slope):
+        for s, logits in _chunked_logits(hidden, weight, bias, chunk, slope):
             log_z, logprob, entropy = stats(logits, labels[s], inv_t[s])
             if stats_2N is not None:
                 stats_2N[0, s], stats_2N[1, s] = logprob, entropy
@@ -253,8 +277,8 @@ class _FusedTokenLoss(torch.autograd.Function):
             losses.append(loss)
             sums.append(chunk_sums)
             d = dlogits_(logits, labels[s], inv_t[s], log_z, entropy, d_logprob, d_entropy, slope)
-            _backward(d, hidden[s], weight, d_hidden[s], d_weight)
-        ctx.save_for_backward(d_hidden, d_weight)
+            _backward(d, hidden[s], weight, d_hidden[s], d_weight, d_bias)
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtype = weight.dtype
         all_sums = merge_sums(sums)
         ctx.mark_non_differentiable(all_sums)

@@ -177,7 +177,7 @@ class Policy(nn.Module):
         self.head_chunk, self.frees_weights = memory.settings.head_chunk, memory.settings.reshard
         self.units: list[Unit] = []
         self.hookless: list[Unit] = []  # those that have to be gathered here
-        self.sparse = moe.moe_blocks(lm)
+        self.sparse = [block for block in moe.moe_blocks(lm) if not moe.runs_all(block.experts)]
 
     def forward(self, batch: MicroBatch, loss: TokenLoss | SequenceLoss | None = None) -> tuple[Tensor, Tensor]:
         """Return loss [] and metric sums [M] of `loss` over the loss tokens; without it logprob [L] and entropy [L]."""
@@ -215,13 +215,14 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         head = hidden_TH.index_select(0, batch.loss_index), self.lm.lm_head.weight, batch.labels, batch.inv_temperature
         del hidden_TH  # nothing else reads it, and the head is where memory peaks
+        bias_V, form = self.lm.lm_head.bias, self.head_form
         if loss is None or isinstance(loss, SequenceLoss):
-            values = logprob_entropy(*head, self.head_chunk, form=self.head_form)
+            values = logprob_entropy(*head, self.head_chunk, bias_V=bias_V, form=form)
             if batch.token_stats is not None:
                 batch.token_stats.copy_(torch.stack(values).detach())
             return values if loss is None else loss(*values, batch.streams, *batch.documents())
         arguments = batch.streams, loss, self.head_chunk, self.compiled
-        return fused_token_loss(*head, *arguments, form=self.head_form, stats_2N=batch.token_stats)
+        return fused_token_loss(*head, *arguments, bias_V=bias_V, form=form, stats_2N=batch.token_stats)
 
     def own_logits(self, ids_T: Tensor) -> Tensor:
         """Return one document's logits [T, V] by the forward of `lm`, with the attention now set."""
@@ -244,27 +245,33 @@ class _HiddenStates(MoeModelOutputWithPast):
         return None
 
 
-_HEAD_TOKENS, _HEAD_ROWS = 32, 512
+HEAD_CHECK_TOKENS, HEAD_CHECK_ROWS, HEAD_CHECK_LIMIT = 32, 512, 1e-5
 
 
 @torch.no_grad()
 def infer_head(lm: PreTrainedModel, name: str) -> HeadForm:
-    """Find how the model's own forward scales and caps its logits, by running it on random hidden states and a random
-    weight in float64 on the CPU, without the backbone. `lm` may be on the meta device.
+    """Find how the model's own forward scales and caps its logits, by running it on random hidden states, weight and
+    bias in float64 on the CPU, without the backbone. `lm` may be on the meta device.
 
-    Tiny logits give the scale, since a soft-cap does not change them, huge ones the cap. What else the forward may do
-    to its logits is found by `policy_check`, with the model's weights. Raises UserError if the forward fails.
+    Tiny logits give the scale, since a soft-cap does not change them, huge ones the cap; the form is then tested.
+
+    Raises:
+        UserError: the model's forward does something else to its logits.
     """
-    width, draw = lm.lm_head.in_features, torch.Generator().manual_seed(0)
-    hidden_TH = torch.randn(_HEAD_TOKENS, width, generator=draw, dtype=torch.float64)
-    weight_VH = torch.randn(_HEAD_ROWS, width, generator=draw).double() / width**0.5
-    ids_T = torch.zeros(_HEAD_TOKENS, dtype=torch.long)
+    tokens, head = HEAD_CHECK_TOKENS, lm.lm_head
+    draw = torch.Generator().manual_seed(0)
+    hidden_TH = torch.randn(tokens, head.in_features, generator=draw, dtype=torch.float64)
+    weight_VH = torch.randn(HEAD_CHECK_ROWS, head.in_features, generator=draw).double() / head.in_features**0.5
+    bias_V = None if head.bias is None else torch.randn(HEAD_CHECK_ROWS, generator=draw).double()
+    labels_T = torch.randint(HEAD_CHECK_ROWS, (tokens,), generator=draw)
     others = [each for each in lm.named_parameters() if not each[0].startswith(("model.", "lm_head."))]
     values = {key: torch.randn(each.shape, generator=draw).double() for key, each in others}
 
-    def own_logits(size: float) -> Tensor:
+    def own_logits(size: float, bias_size: float = 0.0) -> Tensor:
         values["lm_head.weight"] = weight_VH * size
-        return functional_call(lm, values, (), _own_inputs(lm, ids_T), tie_weights=False).logits[0].double()
+        if bias_V is not None:
+            values["lm_head.bias"] = bias_V * bias_size
+        return functional_call(lm, values, (), _own_inputs(lm, labels_T), tie_weights=False).logits[0].double()
 
     lm.model.forward = lambda *args, **kwargs: _HiddenStates(last_hidden_state=hidden_TH[None])
     try:
@@ -272,12 +279,26 @@ def infer_head(lm: PreTrainedModel, name: str) -> HeadForm:
         scale = float((own_logits(1e-6) * plain_TV).sum() / (1e-6 * plain_TV.square().sum()))
         scale = float(f"{scale:.8g}") if math.isfinite(scale) and scale > 0 else 1.0
         largest, uncapped = own_logits(1e6 / scale).abs().max().item(), 1e6 * plain_TV.abs().max().item()
+        form = HeadForm(scale, float(f"{largest:.8g}") if 0 < largest < 0.9 * uncapped else None)
+        size = 4 / scale  # logits of up to about 16
+        theirs_TV = own_logits(size, size)
     except Exception as error:  # whatever the model's code raises
         reason = f"{type(lm).__name__} does not compute logits from random hidden states: {one_line(error)}"
         raise UserError(f"model {name} cannot be trained: {reason}") from error
     finally:
         del lm.model.forward
-    return HeadForm(scale, float(f"{largest:.8g}") if 0 < largest < 0.9 * uncapped else None)
+    theirs_T = torch.log_softmax(theirs_TV, -1).gather(1, labels_T[:, None]).squeeze(1)
+    bias_V = None if bias_V is None else bias_V * size
+    ones_T = torch.ones(tokens, dtype=torch.float64)
+    ours_T, _ = logprob_entropy(hidden_TH, weight_VH * size, labels_T, ones_T, tokens, bias_V=bias_V, form=form)
+    gap = (ours_T - theirs_T).abs().max().item()
+    if not gap <= HEAD_CHECK_LIMIT:  # NaN is refused as well
+        raise UserError(
+            f"model {name} cannot be trained: the forward of {type(lm).__name__} changes its logits by more than a "
+            f"scale, a soft-cap and a bias, and log-probabilities are off by {gap:.3g} (at most {HEAD_CHECK_LIMIT:g} "
+            "is accepted)"
+        )
+    return form
 
 
 def compute_dtype(config_dtype: str, device: torch.device) -> torch.dtype:
@@ -406,8 +427,6 @@ def _check_architecture(lm: PreTrainedModel, name: str) -> None:
     inner = dict(parts["model"].named_children()) if "model" in parts else {}
     if not isinstance(inner.get("layers"), nn.ModuleList) or not isinstance(parts.get("lm_head"), nn.Linear):
         reason = "has not the form `.model.layers` + `.lm_head` that the trainer needs"
-    elif lm.lm_head.bias is not None:
-        reason = "adds a bias to its logits, which the trainer does not compute"
     elif isinstance(getattr(lm.config.get_text_config(), "intermediate_size", 0), list):
         reason = "has a width of its own in every layer, by which the trainer cannot plan"
     elif len([*lm.model.layers.parameters()]) < sum(len([*layer.parameters()]) for layer in lm.model.layers):

@@ -4,10 +4,12 @@ Blocks, routers and experts stay transformers' own modules, with other forwards.
 S = T·K, E experts, I width of an expert's hidden layer, J of its first product (2·I with a gate), H hidden size.
 """
 
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from loguru import logger
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
@@ -20,7 +22,8 @@ from prime_rl.trainer.lm_head import use_triton
 def set_up(lm: PreTrainedModel, name: str) -> None:
     """Have a model's experts computed by `mix`, its routers called by `routing.route`. Does nothing in a dense model.
 
-    Raises UserError if the model has experts that do not go through transformers' interface.
+    Experts that compute every token (Llama 4) stay as they are. Raises UserError if the model has others that do not go
+    through transformers' interface.
     """
     blocks = moe_blocks(lm)
     known = {block.experts for block in blocks}
@@ -28,24 +31,32 @@ def set_up(lm: PreTrainedModel, name: str) -> None:
         if path.endswith(".experts") and module not in known:
             kind = type(module).__name__
             raise UserError(f"model {name} cannot be trained: {kind} is not part of transformers' experts interface")
-    if blocks:
+    if any("is_transposed" in vars(experts) for experts in known):
         ALL_EXPERTS_FUNCTIONS.register("prime_rl_grouped", mix)
         lm.set_experts_implementation("prime_rl_grouped")
     for block, router, experts in blocks:
         experts.lora = None  # `lora.ExpertsLoRA`, if they have adapters
         block.eval()  # no jitter, no sampling of experts
+        if runs_all(experts):  # they are passed tokens times the router's weights
+            logger.warning("{}: all experts compute every token, which is slow", type(experts).__name__)
+            router.register_forward_hook(lambda _, inputs, out: tuple(each.to(inputs[0].dtype) for each in out))
         routing.set_up(router, experts)
 
 
 def moe_blocks(model: nn.Module) -> list[routing.SparseBlock]:
-    """Return the blocks whose experts go through transformers' interface (`is_transposed`), first to last."""
+    """Return the MoE blocks, first to last: experts of the interface (`is_transposed`), or that compute every token."""
     blocks = []
     for module in model.modules():
         parts = dict(module.named_children())
         router, experts = parts.get("gate", parts.get("router")), parts.get("experts")
-        if router is not None and experts is not None and "is_transposed" in vars(experts):
+        if router is not None and experts is not None and ("is_transposed" in vars(experts) or runs_all(experts)):
             blocks.append(routing.SparseBlock(module, router, experts))
     return blocks
+
+
+def runs_all(experts: nn.Module) -> bool:
+    """Return whether every expert computes every token, scaled by its weight or 0 (Llama 4)."""
+    return [*signature(experts.forward).parameters] == ["hidden_states"]
 
 
 def router_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -54,8 +65,10 @@ def router_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def experts_per_token(lm: PreTrainedModel) -> int:
-    """Return K from the config, whatever its name there; 1 without experts."""
-    text = lm.config.get_text_config()
+    """Return K from the config, whatever its name there; 1 without experts, E where all compute every token."""
+    text, blocks = lm.config.get_text_config(), moe_blocks(lm)
+    if blocks and runs_all(blocks[0].experts):
+        return int(blocks[0].experts.num_experts)
     return getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
 
 

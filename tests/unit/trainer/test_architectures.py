@@ -32,8 +32,8 @@ import check_models  # noqa: E402
 ROWS = {row["type"]: row for row in json.loads(check_models.OUT.read_text())["rows"]}
 OTHERS = (
     "bamba", "deepseek_v2", "deepseek_v32", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "jamba", "jetmoe", "kimi_linear",
-    "lfm2_moe", "llama4_text",
-    "longcat_flash", "mamba", "minimax", "minimax_m2", "olmo_hybrid", "persimmon", "phi", "phimoe", "qwen2_moe",
+    "lfm2_moe",
+    "longcat_flash", "mamba", "minimax", "minimax_m2", "olmo_hybrid", "persimmon", "phimoe", "qwen2_moe",
     "recurrent_gemma", "stablelm", "vaultgemma", "xglm", "zamba2",
 )  # fmt: skip
 """Types of another kind of attention, of experts or of recurrent layers, or that are refused for another reason."""
@@ -72,9 +72,9 @@ def test_a_variant(name: str, world: World, tmp_path: Path) -> None:
 MIXERS = (
     "bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_text",
     "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "zamba", "zamba2", "deepseek_v3", "gemma2", "gpt_oss",
-    "mistral",
+    "llama4_text", "mistral",
 )  # fmt: skip
-"""Recurrent layers of every kind, and attention with latent keys, caps, sinks and windows."""
+"""Recurrent layers of every kind, and attention with latent keys, caps, sinks, chunks and windows."""
 
 
 @pytest.mark.parametrize("name", MIXERS)

@@ -305,13 +305,21 @@ def test_what_a_module_asks_for_is_refused():
     [
         ("longrope", 100, "LlamaRotaryEmbedding depends on the pack in rows of over 100 tokens"),
         ("dynamic", 128, "LlamaRotaryEmbedding depends on the pack in rows of over 128 tokens"),
+        (
+            "llama4 chunks",
+            80,
+            "Llama4TextAttention has a mask that is neither causal nor its window in rows of 81 tokens",
+        ),
+        ("llama4 chunks", 8191, "Llama4TextAttention depends on the pack in rows of over 8191 tokens"),
         ("yarn", None, ""),
         ("mistral", None, ""),
     ],
 )
 def test_rows_beyond_which_a_document_depends_on_the_pack(name, limit, reason):
-    """Micro-batches may be as long as frequencies do not depend on what is packed."""
+    """Micro-batches may be as long as frequencies, chunks and temperatures do not depend on what is packed."""
     model_type, settings = VARIANTS.get(name, (name, {}))
+    if limit == 8191:
+        settings = {**settings, "attention_chunk_size": 1 << 20}
     lm = meta_model(model_type, **settings)
     examine(lm, "tiny", limit or 1 << 20)
     if limit is not None:

@@ -25,9 +25,9 @@ def inputs(tokens: int, dtype: torch.dtype = torch.float64, vocabulary: int = 13
 
 
 def full(
-    hidden: Tensor, weight: Tensor, labels: Tensor, inv_t: Tensor, form: HeadForm = PLAIN
+    hidden: Tensor, weight: Tensor, labels: Tensor, inv_t: Tensor, bias: Tensor | None = None, form: HeadForm = PLAIN
 ) -> tuple[Tensor, Tensor]:
-    logits = (hidden @ weight.t()) * form.scale
+    logits = (hidden @ weight.t() + (0 if bias is None else bias)) * form.scale
     logits = logits if form.cap is None else form.cap * torch.tanh(logits / form.cap)
     logp = torch.log_softmax(logits * inv_t[:, None], -1)
     return logp.gather(1, labels[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
@@ -43,6 +43,7 @@ FORMS = [PLAIN, HeadForm(scale=0.0625), HeadForm(cap=2.5), HeadForm(8.0, 30.0)]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 20, 64])
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("token_loss", "dtype", "tolerance"),
@@ -51,24 +52,26 @@ FORMS = [PLAIN, HeadForm(scale=0.0625), HeadForm(cap=2.5), HeadForm(8.0, 30.0)]
         *((loss, torch.float64, 1e-12) for loss in (ppo_with_entropy, make_loss(DefaultLoss()), make_loss(GRPOLoss()))),
     ],
 )
-def test_scale_and_cap_equal_those_of_full_logits(form, chunk, token_loss, dtype, tolerance):
-    """Values and gradients of hidden states and weight, in one pass and in two, whatever the chunk, are those of
+def test_scale_cap_and_bias_equal_those_of_full_logits(form, biased, chunk, token_loss, dtype, tolerance):
+    """Values and gradients of hidden states, weight and bias, in one pass and in two, whatever the chunk, are those of
     the whole [tokens, vocabulary] matrix of logits that were scaled and capped before the temperature; so are the sums,
     and what a loss detaches stays detached."""
     head = inputs(20, dtype, vocabulary=101, width=16)
+    bias = torch.linspace(-1, 1, 101, dtype=dtype, requires_grad=True) if biased else None
+    leaves = [*head[:2], *([] if bias is None else [bias])]
     draw = torch.Generator().manual_seed(2)
     streams = torch.rand(len(STREAMS), 20, dtype=dtype, generator=draw)
-    of_full, of_chunks = full(*head, form), logprob_entropy(*head, chunk, form=form)
+    of_full, of_chunks = full(*head, bias, form), logprob_entropy(*head, chunk, bias_V=bias, form=form)
     torch.testing.assert_close(torch.stack(of_chunks), torch.stack(of_full), atol=tolerance, rtol=tolerance)
     streams[1] = of_full[0].detach() + 0.5 * torch.randn(20, dtype=dtype, generator=draw)
     streams[2:4] = torch.randn(2, 20, dtype=dtype, generator=draw)
     want, two = (token_loss(*values, streams) for values in (of_full, of_chunks))
     token_stats = torch.empty(2, 20, dtype=dtype)
-    one = fused_token_loss(*head, streams, token_loss, chunk, form=form, stats_2N=token_stats)
+    one = fused_token_loss(*head, streams, token_loss, chunk, bias_V=bias, form=form, stats_2N=token_stats)
     torch.testing.assert_close(token_stats, torch.stack(of_full), atol=tolerance, rtol=tolerance)
-    want_grads = torch.autograd.grad(3 * want[0], head[:2])
+    want_grads = torch.autograd.grad(3 * want[0], leaves)
     for loss, sums in (one, two):
-        got = loss, sums, *torch.autograd.grad(3 * loss, head[:2])
+        got = loss, sums, *torch.autograd.grad(3 * loss, leaves)
         for a, b in zip(got, (*want, *want_grads), strict=True):
             torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 

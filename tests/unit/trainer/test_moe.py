@@ -138,7 +138,7 @@ def test_slices_of_sharded_parameters(index, world, monkeypatch):
     assert torch.equal(out, whole[index])
 
 
-@pytest.mark.parametrize("family", ["jamba", "phimoe"])
+@pytest.mark.parametrize("family", ["jamba", "llama4_text", "phimoe"])
 def test_routers_that_cannot_be_replayed_are_refused(family, tmp_path):
     """Those that choose otherwise than by the largest scores, or do not return their choice."""
     build_reference(tiny_config(family), tmp_path)

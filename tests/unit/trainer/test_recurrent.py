@@ -73,9 +73,9 @@ def test_what_is_computed_again_is_the_same(model_type, settings, saved, make_po
 
 
 @pytest.mark.usefixtures("quick_compiler")
-@pytest.mark.parametrize(("name", "kinds"), [("recurrent_gemma", 1), ("granite_swa", 2)])
+@pytest.mark.parametrize(("name", "kinds"), [("recurrent_gemma", 1), ("granite_swa", 2), ("llama4 chunks", 2)])
 def test_what_is_compiled_is_the_same(name, kinds, saved, world):
-    """Whole layers with attention (also with a product of symbolic width, with windows), which
+    """Whole layers with attention (also with a product of symbolic width, with windows, chunks and temperatures), which
     are one graph for each kind and all packs, and feed-forward layers around recurrent modules."""
     source = find_model(str(saved(name)))
     plain, policy = (

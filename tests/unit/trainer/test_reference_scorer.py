@@ -43,12 +43,12 @@ def check(directory: Path) -> None:
 
 @pytest.mark.parametrize(
     ("which", "dtype"),
-    [("tied", "float32"), ("untied", "bfloat16"), ("experts", "bfloat16"), ("granite", "float32")],
+    [("tied", "float32"), ("untied", "bfloat16"), ("experts", "bfloat16"), ("granite", "float32"), ("phi", "bfloat16")],
 )
 def test_every_version_says_what_its_files_compute(which, dtype, run_training, tied_model, tmp_path):
     """Contract: base, trained and resumed versions alike, also where they are rounded for the export: the prompt's
     log-probabilities are those of the files, to float32's accuracy."""
-    if which == "granite":  # a scale
+    if which in ("granite", "phi"):  # a scale, a bias
         model = tmp_path / "model"
         build_reference(tiny_config(which, vocab_size=support.VOCABULARY, tie_word_embeddings=False), model)
         AutoTokenizer.from_pretrained(tied_model).save_pretrained(model)
