@@ -62,6 +62,9 @@ def _show(config: RLConfig, host: HostResources) -> None:
     say("\n".join([*headlines(config, plan), "", describe(plan)]))
     ranks, shared = config.trainer_ranks or config.trainer_gpus, config.trainer.tenants
     say(preflight.state_memory(config.trainer, ranks * role.trainers, 1 if shared is None else shared.slots))
+    inference_gpus = {gpu for process in plan.processes if process.server is not None for gpu in process.gpus}
+    if shared is None and (estimate := preflight.step_estimate(config, len(inference_gpus), config.trainer_gpus)):
+        say(estimate)
     try:
         if role.leads:
             rundir.refuse_running(config.output_dir, {rundir.LAUNCHER, *(process.name for process in plan.processes)})
@@ -172,7 +175,7 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner | None, nodes: 
     policy = RestartPolicy(restarts, heartbeat_timeout=config.heartbeat_timeout, stall_timeout=config.stall_timeout)
     with console.region:
         supervisor = Supervisor(
-            plan.processes, output_dir, console.say, tick, policy, os.environ,
+            plan.processes, output_dir, console.say, tick, policy, lambda: drained(config), os.environ,
             over=lambda: nodes is None or nodes.role.trains,
             writes_status=nodes is None or nodes.role.leads or nodes.role.serves,  # the leader's ranks report for all
         )  # fmt: skip
@@ -203,6 +206,20 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner | None, nodes: 
         elif option:
             console.say(f"to go on: the same command {'without --clean and ' if config.clean else ''}with {option}")
     return outcome
+
+
+def drained(config: RLConfig) -> str:
+    """Say what a run that is asked to stop still does, and from where it could go on."""
+    if config.trainer.tenants is not None:
+        return "what is trained of each tenant will be saved"
+    if config.bench:
+        return "the current step will be finished; a benchmark saves nothing"
+    recovers = config.trainer.recovery_interval or (config.max_restarts and config.recovery_interval)
+    if config.trainer.ckpt is not None or recovers:
+        return "the current step will be finished and saved"
+    step = max(0, *(rundir.newest_step(config.output_dir / name) for name in ("recovery", "checkpoints")))
+    hint = f"--recover goes on from step {step} or later"
+    return f"the current step will be finished, not saved for good (no [ckpt]): {hint}"
 
 
 def _check(config: RLConfig) -> None:

@@ -145,8 +145,8 @@ def log_tail(path: Path, start: int = 0) -> list[str]:
 
 
 class Supervisor:
-    """Run processes to the end of the run. `tick` is called at every look; once no job is left, the
-    run goes on until it is `over`."""
+    """Run processes to the end of the run. `tick` is called at every look; `drained` says what the jobs still do when
+    they are asked to stop; once no job is left, the run goes on until it is `over`."""
 
     def __init__(
         self,
@@ -155,13 +155,14 @@ class Supervisor:
         say: Callable[[str], None],
         tick: Callable[[], None] = lambda: None,
         policy: RestartPolicy | None = None,
+        drained: Callable[[], str] = lambda: "the current step will be finished",
         environ: Mapping[str, str] = os.environ,
         over: Callable[[], bool] = lambda: True,
         writes_status: bool = True,
     ) -> None:
         self._policy = policy or RestartPolicy()
         self._output_dir, self._environ = output_dir, environ
-        self._say, self._tick, self._over = say, tick, over
+        self._say, self._tick, self._drained, self._over = say, tick, drained, over
         self._writes_status = writes_status  # else another node's launcher says how the jobs ended
         self._children = {spec.name: SupervisedChild(spec) for spec in processes}
         self._interrupts = 0
@@ -350,7 +351,7 @@ class Supervisor:
         """Ask the jobs to stop, once, and wait for them within bounds."""
         if self._drain_deadline is None:
             self._drain_deadline = time.monotonic() + _DRAIN_SECONDS
-            self._say("draining: the current step will be finished; interrupt again to stop now")
+            self._say(f"draining: {self._drained()}; interrupt again to stop now")
             for child in self._children.values():
                 if child.state is ChildState.PENDING:
                     child.state = ChildState.ENDED

@@ -12,7 +12,7 @@ from prime_rl.config.rl import DeploymentConfig
 from prime_rl.config.shared import CkptConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher import launch
-from prime_rl.launcher.launch import run
+from prime_rl.launcher.launch import drained, run
 from prime_rl.monitor import Status
 from prime_rl.orchestrator.checkpoint import OrchestratorState
 from support.committing import commit_empty
@@ -70,3 +70,14 @@ def test_a_finished_run_is_not_recovered(tmp_path: Path, capsys: pytest.CaptureF
     assert run(config(tmp_path, **tiny, max_steps=3)) == 0
     assert capsys.readouterr().out == "this run has made its 3 steps already: nothing is trained again\n"
     assert not launch._is_finished(config(tmp_path, **tiny, max_steps=4))
+
+
+def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:
+    """Only what is set up to be saved, and only what is there to go on from."""
+    plain = config(tmp_path, max_restarts=0)
+    for saving in (config(tmp_path, max_restarts=0, ckpt=CkptConfig()), config(tmp_path)):
+        assert drained(saving) == "the current step will be finished and saved"
+    assert "saves nothing" in drained(config(tmp_path, bench=True))
+    assert drained(plain).endswith("--recover goes on from step 0 or later")
+    (tmp_path / "recovery" / "step_3").mkdir(parents=True)
+    assert drained(plain).endswith("--recover goes on from step 3 or later")

@@ -8,6 +8,7 @@ import pytest
 from prime_rl.config import RLConfig, parse
 from prime_rl.config.commands import StarterConfig
 from prime_rl.errors import UserError
+from prime_rl.launcher import preflight
 from prime_rl.launcher.starter import starter_text, write_starter
 
 
@@ -78,3 +79,21 @@ def test_a_wrong_answer_writes_nothing(tmp_path: Path, given: dict[str, str], me
     with pytest.raises(UserError, match=message):
         write_starter(starter(**{"file": tmp_path / "rl.toml", **given}))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_estimate_of_a_step() -> None:
+    """By hand: 624,320 parameters, 2 samples of 100 tokens, of which 10 are sampled in 5 ms each."""
+    words = [
+        "--model.name",
+        "assets/tiny-reverse",
+        "--orchestrator.environment.id",
+        "x",
+        "--orchestrator.seq-len",
+        "100",
+    ]
+    words += ["--orchestrator.batch-size", "2", "--orchestrator.rollouts-per-example", "2", "--max-steps", "36"]
+    config = parse(RLConfig, [*words, "--orchestrator.sampling.max-tokens", "10"], {})
+    text = preflight.step_estimate(config, servers=1, trainers=1)
+    assert "2 samples, at most 200 tokens, takes about 1.9e-06 s to train and 0.05 to sample" in text
+    assert "4,000 tokens/s, 2.8e-05 GPU-hours, 36 steps 0.001" in text
+    assert preflight.step_estimate(config, servers=0, trainers=0) == ""
