@@ -19,7 +19,7 @@ def rendered() -> dict[str, str]:
             options = [f"--slurm.nodes={nodes}", f"--slurm.gpus-per-node={gpus}", "--slurm.time=12:00:00"]
             config = parse(kind, ["@", files[command], *options], {})
             name = f"{command}_{'one_node' if nodes == 1 else 'nodes'}.sbatch"
-            texts[name] = render(config, command, files[command])  # type: ignore[arg-type]
+            texts[name] = render(config, command, files[command], [config.output_dir])  # type: ignore[arg-type]
     return texts
 
 

@@ -106,6 +106,9 @@ class SlurmConfig(Section):
     options: list[str] = option(list, "More options of sbatch, such as --qos=high or --cpus-per-task=16.")
     save_seconds: PositiveInt = option(600, "Seconds before the time limit at which the run is asked to save and end.")
     requeue: bool = option(True, "Queue the job again, to recover, after a lost node, or where it ended on its way.")
+    sweep: dict[str, list[Any]] = option(
+        dict, "Values by option, such as trainer.optim.lr: a job for each combination."
+    )
     template: Path | None = option(None, "Jinja2 template of the batch script (None: prime_rl/launcher/slurm.sh.j2).")
 
     def checks(self) -> Checks:

@@ -155,6 +155,9 @@ def test_the_run_is_asked_to_finish(cluster, number, requeue):
     [
         ({"nodes": 2, "inference_nodes": 2}, {}, "leaves none of 2 nodes"),
         ({"nodes": 2}, {"tensor_parallel_size": 3}, "no multiple of the 3 GPUs"),
+        ({"sweep": {"trainer.optim.lr": [1e-4, -1.0]}}, {}, "slurm.sweep, trainer.optim.lr=-1.0: .*greater than"),
+        ({"sweep": {"ckpt.output_dir": ["saved"], "seed": [1, 2]}}, {}, "several runs would save in ckpt.output_dir"),
+        ({"sweep": {"model.name": ["a/b", "a_b"]}}, {}, "two combinations of values have the directory .*a_b"),
         ({}, {"api_key": "s3cret"}, "^inference.api_key .*: set VLLM_API_KEY before you submit$"),
         ({"template": "nowhere"}, {}, "slurm.template nowhere"),
     ],
@@ -162,6 +165,17 @@ def test_the_run_is_asked_to_finish(cluster, number, requeue):
 def test_what_cannot_be_submitted(tmp_path, slurm, inference, message):
     with pytest.raises(UserError, match=message):
         submit(config(tmp_path, slurm, inference=inference), "rl")
+
+
+def test_a_sweep_is_a_job_array(cluster):
+    """Contract: a job for each combination of values, each in a directory of its own."""
+    sweep = {"trainer.optim.lr": [1e-4, 2e-4], "seq_len": [512]}
+    job = Job(cluster, config(cluster / "run", {"sweep": sweep}), ALONE="1", SLURM_ARRAY_TASK_ID="1")
+    assert "#SBATCH --array=0-1\n" in job.text
+    directory = cluster / "run/trainer.optim.lr=0.0002,seq_len=512"
+    assert job.end()[1] == f"a rl @ {directory / 'configs/slurm/rl.toml'}\n"
+    second = parse(RLConfig, ["@", str(directory / "configs/slurm/rl.toml")], env={})
+    assert (second.output_dir, second.trainer.optim.lr, second.orchestrator.seq_len) == (directory, 2e-4, 512)
 
 
 def test_other_commands(cluster, monkeypatch):
