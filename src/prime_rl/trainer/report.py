@@ -64,22 +64,19 @@ _LINE = (
 class Report:
     """Status file of every rank; metrics file (and W&B) and console lines of rank 0. A run directory that has a status
     already is not touched before `open`: who is refused leaves no trace in an earlier run. A restart by the launcher
-    (`recover`) reports at once that it is alive. `shown`: the config as it is written (None: `config`); `tenant`: its
-    name, where the process and its log are shared."""
+    (`recover`) reports at once that it is alive. `tenant`: its name, where the process and its log are shared."""
 
     def __init__(
         self,
         config: TrainingConfig,
         process: str,
         world: World,
-        shown: TrainingConfig | None = None,
         *,
         recover: bool = False,
         tenant: str = "",
     ) -> None:
         self.config, self.process, self.ranks = config, process, world.size
-        self._shown, self._tenant = shown or config, tenant
-        self.main = world.is_main
+        self._tenant, self.main = tenant, world.is_main
         self._name = process if self.main else f"{process}.{world.rank}"
         self._status: Status | None = None
         self._monitor: Monitor | None = None
@@ -101,7 +98,7 @@ class Report:
         """The run is not refused: from here on it may write its own files, first of all its config."""
         self._begin()
         if self.main:
-            write_toml(self._shown, self._shown.output_dir / "configs" / f"{self.process}.toml")
+            write_toml(self.config, self.config.output_dir / "configs" / f"{self.process}.toml")
             for path in status_path(self.config.output_dir, self.process).parent.glob(f"{self.process}.*.json"):
                 rank = path.name.split(".")[1]
                 if rank.isdigit() and int(rank) >= self.ranks:

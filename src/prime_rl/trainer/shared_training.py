@@ -41,7 +41,7 @@ from prime_rl.trainer.rl.train import make_recipe
 from prime_rl.trainer.source import locate_model
 from prime_rl.trainer.training_loop import Training, make_policy, warm_up
 from prime_rl.transport import tenants
-from prime_rl.transport.commit import CommitError, step_dir, subject_of
+from prime_rl.transport.commit import step_dir, subject_of
 from prime_rl.transport.settings import check_and_commit
 from prime_rl.transport.tenants import Join, tenant_dir
 from prime_rl.wait import in_thread
@@ -317,7 +317,7 @@ class SharedTrainer:
         except torch.AcceleratorError:  # the device is lost, for all
             raise
         except Exception as error:  # noqa: BLE001 - see above
-            expected = isinstance(error, UserError | CommitError | OSError)
+            expected = isinstance(error, UserError | OSError)
             for tenant in {tenant.name: tenant for tenant in those}.values():
                 logger.opt(exception=None if expected else error).error("{} ends: {}", tenant.name, one_line(error))
                 self._dismiss(tenant, error if isinstance(error, UserError) else UserError(one_line(error)))

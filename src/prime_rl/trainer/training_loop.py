@@ -269,19 +269,19 @@ class Training:
         self.report.close("stopped" if stopped else "finished", tokens)
 
 
-def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
+def run(config: C, make_recipe: Callable[[C], Recipe]) -> None:
     """Train until `max_steps`, or until a signal asks to stop. A finished run that is to be recovered is left as it is.
 
     Resources registered on `exit_stack` are always closed. Raises UserError, on every rank, for what the user can mend.
     """
     stop = stop_signal()
-    config = bench_config(raw_config) if raw_config.bench else raw_config
+    config = bench_config(config) if config.bench else config
     process = "trainer" if isinstance(config, TrainerConfig) else "sft"
     recover = isinstance(config, TrainerConfig) and config.recover
     before = read_status(config.output_dir).get(process) if recover else None
     world = init_world(config.device, config.dist_timeout, config.model.dp_replicate)
     with ExitStack() as exit_stack:
-        report = Report(config, process, world, raw_config, recover=recover)
+        report = Report(config, process, world, recover=recover)
         exit_stack.push(report.end)
         recipe = make_recipe(config)
         training = Training(config, recipe, world, report, exit_stack)
