@@ -313,13 +313,8 @@ def load_adapter(policy: nn.Module, directory: Path, world: World) -> None:
                 f"lora.adapter: {path} {what} tensor {different[0]}: give the lora.target_modules, lora.experts and "
                 "lora.modules_to_save that it was made with"
             )
-        for name, tensor in tensors.items():
-            local, start = tensor.local(world)
-            stored = file.get_slice(name)
-            if (shape := list(stored.get_shape())) != tensor.shape:
-                raise UserError(f"lora.adapter: {name} has shape {shape}, not {tensor.shape}: of another base model?")
-            if local.numel():
-                local.copy_(stored[start : start + local.shape[0]])
+        for tensor in tensors.values():
+            tensor.read(path, file, world)
 
 
 def peft_config(policy: nn.Module, config: "LoRAConfig", model: str) -> dict[str, Any]:

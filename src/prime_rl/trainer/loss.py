@@ -215,11 +215,10 @@ def ref_kl(logprob: Tensor, old: Tensor, reference: Tensor) -> Tensor:
     Constants (drop below -0.2, regulariser 1e-3) are PRIME-RL's. The policy's log-probability is taken at the sample's
     temperature, as everywhere: the reference's has to be of the same one. Dropped tokens keep the regulariser.
     """
-    log_ratio = logprob - old
     with torch.no_grad():
         dropped = logprob.exp() - old.exp() < -0.2
-        advantage = torch.where(dropped, 0.0, reference - logprob)
-    return 1e-3 * log_ratio.square() - advantage * torch.where(dropped, 0.0, log_ratio).exp()
+        advantage = reference - logprob
+    return policy_losses.masked_ratio(logprob - old, advantage, dropped, adv_tau=1.0, kl_tau=1e-3)
 
 
 def cross_entropy(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ def merge(config: MergeConfig, lora: LoRAConfig) -> str:
         assert lora.adapter is not None
         policy = build_policy(source, TrainerModel(dtype="float32"), world, lora=lora)
         load_adapter(policy, lora.adapter, world)
-        scorer = ReferenceScorer(policy, world, _vocabulary(source), torch.float32, dtype, "merged")
+        scorer = ReferenceScorer(policy, world, source.vocabulary, torch.float32, dtype, "merged")
         copies = WeightCopy(policy, world, dtype, lora=lora)
         copies.copy()
         rounded, exact = (torch.tensor(scorer.score(as_exported=each)().logprobs) for each in (True, False))
@@ -52,9 +52,5 @@ def merge(config: MergeConfig, lora: LoRAConfig) -> str:
 
 def _score(source: Source, world: World) -> torch.Tensor:
     policy = build_policy(source, TrainerModel(dtype="float32"), world)
-    scorer = ReferenceScorer(policy, world, _vocabulary(source), torch.float32, torch.float32)
+    scorer = ReferenceScorer(policy, world, source.vocabulary, torch.float32, torch.float32)
     return torch.tensor(scorer.score(as_exported=False)().logprobs)
-
-
-def _vocabulary(source: Source) -> int:
-    return int(source.config.get_text_config().vocab_size)

@@ -38,6 +38,12 @@ class Document:
     streams: Floats
     experts: Chosen | None = None  # of the first tokens, by the engine
 
+    @classmethod
+    def of(cls, input_ids: Ints, temperature: float = 1.0, streams: int = 1) -> Self:
+        """A document of which every token but the first is scored, and none has a weight."""
+        mask = np.ones(len(input_ids), dtype=np.bool_)
+        return cls(input_ids, mask, temperature, np.zeros((streams, len(input_ids)), dtype=np.float32))
+
 
 @dataclass(frozen=True)
 class MicroBatch:

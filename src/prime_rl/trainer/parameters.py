@@ -56,6 +56,15 @@ class StoredTensor:
             return local[place, rows], 0
         return local.new_empty(0, *self.shape[1:]), 0
 
+    def read(self, path: Path, file: Any, world: World) -> None:
+        """Read this rank's rows from `file`, which is open at `path`. Raises UserError if it has another shape."""
+        local, start = self.local(world)
+        stored = file.get_slice(self.name)
+        if (shape := list(stored.get_shape())) != self.shape:
+            raise UserError(f"{path}: {self.name} has shape {shape}, the model's has {self.shape}")
+        if local.numel():
+            local.copy_(stored[start : start + local.shape[0]] if shape else file.get_tensor(self.name))
+
 
 def plain_name(name: str, slot: int = 0) -> str:
     """Strip from a parameter's name what checkpointing and offloading add, and of an adapter's in `slot` the slot."""
@@ -163,12 +172,7 @@ def load_weights(policy: nn.Module, directory: Path, world: World) -> None:
     for path, tensors in by_file.items():
         with user_errors(f"{path} is damaged or unreadable", SafetensorError, OSError), safe_open(path, "pt") as file:
             for tensor in tensors:
-                local, start = tensor.local(world)
-                stored = file.get_slice(tensor.name)
-                if (shape := list(stored.get_shape())) != tensor.shape:
-                    raise UserError(f"{path}: {tensor.name} has shape {shape}, config.json says {tensor.shape}")
-                if local.numel():
-                    local.copy_(stored[start : start + local.shape[0]] if shape else file.get_tensor(tensor.name))
+                tensor.read(path, file, world)
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:

@@ -41,10 +41,7 @@ def check_policy(policy: Policy, name: str, world: World, computed: torch.dtype)
     Every rank calls it. Raises UserError if it is larger than with correct kernels, or one of them fails."""
     started, lm, sizes = time.perf_counter(), policy.lm, (FIRST_TOKENS, REFERENCE_TOKENS - FIRST_TOKENS)
     tokens = np.array(reference_tokens(lm.config.get_text_config().vocab_size))
-    documents = [
-        Document(ids, np.ones(len(ids), dtype=np.bool_), temperature, np.zeros((1, len(ids)), dtype=np.float32))
-        for ids, temperature in zip(np.split(tokens, [FIRST_TOKENS]), TEMPERATURES, strict=True)
-    ]
+    documents = [*map(Document.of, np.split(tokens, [FIRST_TOKENS]), TEMPERATURES)]
     batch = to_device(collate(documents, 1, pads_to(world.device)), world.device)
     alone, is_exact = batch.input_ids[:REFERENCE_TOKENS].split(sizes), computed == torch.float32
     implementation, hooks, chosen = lm.get_experts_implementation(), list[RemovableHandle](), list[Tensor]()

@@ -55,17 +55,17 @@ def default(logprob: Tensor, old: Tensor, advantage: Tensor, config: DefaultLoss
     with torch.no_grad():
         change = logprob.exp() - old.exp()
         dropped = torch.where(advantage > 0, change > config.mask_high, change < -config.mask_low)
-    return _masked_ratio(logprob - old, advantage, dropped, config.adv_tau, config.kl_tau), dropped
+    return masked_ratio(logprob - old, advantage, dropped, config.adv_tau, config.kl_tau), dropped
 
 
 def ipo(logprob: Tensor, old: Tensor, advantage: Tensor, config: IPOLoss) -> PolicyTerm:
     """The default loss with a symmetric mask: dropped where |exp(logprob) - exp(old)| > threshold (PRIME-RL, 2026)."""
     with torch.no_grad():
         dropped = (logprob.exp() - old.exp()).abs() > config.threshold
-    return _masked_ratio(logprob - old, advantage, dropped, config.adv_tau, config.kl_tau), dropped
+    return masked_ratio(logprob - old, advantage, dropped, config.adv_tau, config.kl_tau), dropped
 
 
-def _masked_ratio(log_ratio: Tensor, advantage: Tensor, dropped: Tensor, adv_tau: float, kl_tau: float) -> Tensor:
+def masked_ratio(log_ratio: Tensor, advantage: Tensor, dropped: Tensor, adv_tau: float, kl_tau: float) -> Tensor:
     ratio = torch.where(dropped | (advantage == 0), 0.0, log_ratio).exp()
     return kl_tau * log_ratio.square() - torch.where(dropped, 0.0, adv_tau * advantage) * ratio
 

@@ -43,9 +43,7 @@ class ReferenceScorer:
     ) -> None:
         self._policy, self._exported, self._merged = policy, exported, serve == "merged"
         self._tokens = tuple(reference_tokens(vocabulary))
-        ids = np.array(self._tokens)
-        document = Document(ids, np.ones(len(ids), dtype=np.bool_), 1.0, np.zeros((1, len(ids)), dtype=np.float32))
-        batch = collate([document], 1, pads_to(world.device))
+        batch = collate([Document.of(np.array(self._tokens))], 1, pads_to(world.device))
         self._batch = to_device(pinned([batch], world.device)[0], world.device)
         routers = set(moe.router_parameters(policy))  # always computed in float32
         # Of weights that are merged, the sum is rounded.

@@ -166,8 +166,7 @@ class SharedTrainer:
         self.ended: dict[str, Join] = {}  # last request of each that was refused or has ended
         if self.policy.compiled:
             report.phase("compiling")
-            vocabulary = self.source.config.get_text_config().vocab_size
-            warm_up(SlotPolicy(self.policy, 0), recipe.loss, config, world, vocabulary)
+            warm_up(SlotPolicy(self.policy, 0), recipe.loss, config, world, self.source.vocabulary)
             self.policy.zero_grad(set_to_none=True)
 
     def run(self, stop: Callable[[], bool]) -> None:
@@ -244,19 +243,16 @@ class SharedTrainer:
             policy = SlotPolicy(self.policy, free[0])
             initialize(policy, self.world, config.seed)
             training.begin(policy, self.costs)
-        except torch.AcceleratorError:
-            exit_stack.close()
-            raise
-        except Exception as error:  # noqa: BLE001 - as in `_guarded`
+        except BaseException as error:
+            if isinstance(error, torch.AcceleratorError) or not isinstance(error, Exception):
+                exit_stack.close()
+                raise
             logger.warning("{} cannot join: {}", name, one_line(error))
             exit_stack.__exit__(type(error), error, None)
             with suppress(OSError):
                 status_path(directory, "trainer").unlink(missing_ok=True)  # of an earlier membership
             say_for(directory, "trainer", f"failed: {one_line(error)}")
             return self._leave(name, join)
-        except BaseException:
-            exit_stack.close()
-            raise
         at = time.perf_counter()
         self.tenants[name] = TenantTraining(name, join, training, policy, exit_stack, at, total_before=self.total)
 

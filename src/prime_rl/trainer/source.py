@@ -41,6 +41,10 @@ class Source:
     directory: Path | None
     trust_remote_code: bool = False
 
+    @property
+    def vocabulary(self) -> int:
+        return int(self.config.get_text_config().vocab_size)
+
     @cached_property
     def tensors(self) -> dict[str, TensorEntry]:
         """The tensors of the files with their hashes; read once, which takes seconds. Raises CommitError."""

@@ -122,9 +122,9 @@ class Training:
         # Adapters are small: they are exported in the type that is computed in
         adapts = serve == "adapter" and config.weights.dtype == "auto"
         exported = computed if adapts else export_dtype(config.weights.dtype, source)
-        vocabulary, served = source.config.get_text_config().vocab_size, recipe.served
-        # Only servers are checked against reference scores
-        scorer = ReferenceScorer(policy, world, vocabulary, computed, exported, serve) if served is not None else None
+        scorer, served = None, recipe.served
+        if served is not None:  # only servers are checked against reference scores
+            scorer = ReferenceScorer(policy, world, source.vocabulary, computed, exported, serve)
         self.versions = WeightPublisher(
             config.output_dir,
             policy,
@@ -295,15 +295,14 @@ def run(config: C, make_recipe: Callable[[C], Recipe]) -> None:
         training.open_data(source)
         report.phase("building the model")
         policy = make_policy(config, recipe, source, world)
-        costs, vocabulary = perf.step_costs(policy.lm, source.config), source.config.get_text_config().vocab_size
         if recipe.router_replay:
             training.data.routers = router_replay.set_up(policy.lm.model.layers, source.name)
-        training.begin(policy, costs)
+        training.begin(policy, perf.step_costs(policy.lm, source.config))
 
         exit_stack.enter_context(watched(policy.memory))
         if recipe.served is not None and policy.compiled:  # the servers are loading meanwhile
             report.phase("compiling")
-            warm_up(policy, recipe.loss, recipe.served, world, vocabulary, training.data.routers)
+            warm_up(policy, recipe.loss, recipe.served, world, source.vocabulary, training.data.routers)
         while not training.done and training.wait(stop):  # bounded: the wait has a deadline
             batch = training.read()
             perf.reset_peak_memory(world.device)
@@ -412,6 +411,5 @@ def _random_batch(tokens: int, vocabulary: int, routers: Routers | None) -> Micr
     draw = np.random.default_rng(0)
     documents = []
     for length in map(len, np.array_split(np.arange(tokens), min(3, tokens))):
-        ids, streams = draw.integers(0, vocabulary, length), np.zeros((len(STREAMS), length), dtype=np.float32)
-        documents.append(Document(ids, np.ones(length, dtype=np.bool_), 1.0, streams))
+        documents.append(Document.of(draw.integers(0, vocabulary, length), streams=len(STREAMS)))
     return collate(documents, len(STREAMS), routers=routers)

@@ -323,8 +323,7 @@ class WeightPublisher:
         directory = step_dir(self.root, version)
         if version not in list_steps(self.root):
             return False
-        links = any(path.is_symlink() for path in directory.iterdir())  # into a tmpfs, of an earlier release
-        if weights_manifest(directory).publisher is None and not links:
+        if weights_manifest(directory).publisher is None:
             return True
         prune(directory)
         return False

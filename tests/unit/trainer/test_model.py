@@ -152,7 +152,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "wrong shape": (
         lambda d: retensor(d, lambda t: t.update({"model.norm.weight": torch.ones(3)})),
-        r"model.norm.weight has shape \[3\], config.json says \[64\]",
+        r"model.norm.weight has shape \[3\], the model's has \[64\]",
     ),
 }
 

@@ -28,7 +28,7 @@ class PolicyData(StepSource):
     """Steps of samples whose weights add up as `loss.normalization` says."""
 
     def __init__(self, config: TrainerConfig, world: World, source: Source) -> None:
-        self.config, self.vocabulary = config, source.config.get_text_config().vocab_size
+        self.config, self.vocabulary = config, source.vocabulary
         super().__init__(world, config.dist_timeout)
 
     def read(self, step: int) -> StepData:

@@ -99,7 +99,7 @@ class RowData(StepSource):
     the dataset or the tokenizer cannot be loaded, or one of the first rows is malformed."""
 
     def __init__(self, config: SFTConfig, world: World, source: Source) -> None:
-        self.config, self.vocabulary = config, source.config.get_text_config().vocab_size
+        self.config, self.vocabulary = config, source.vocabulary
         self.rows: Any = range(_FAKE_ROWS)
         if config.data.fake is None:
             self.tokenizer = agree(world, lambda: load_tokenizer(source))
