@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import TypeVar
 
 from prime_rl import faults, processes
@@ -54,9 +53,9 @@ def begin(config: _Run, name: str, plan: Callable[[_Run], list[str]]) -> _Run | 
         show(config, name, *plan(config))
         return None
     party: Party = "trainer" if isinstance(config, TrainerConfig) else "orchestrator"
-    shares = not isinstance(config, SFTConfig)
-    check = partial(compare, config, party) if shares else lambda: None
-    with cleaned(config.output_dir, name, check=check) if config.clean else nullcontext():
+    if shares := not isinstance(config, SFTConfig):
+        compare(config, party)  # before anything is removed
+    with cleaned(config.output_dir, name) if config.clean else nullcontext():
         if shares:
             check_and_commit(config, party)
         elif config.clean:

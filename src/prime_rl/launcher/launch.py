@@ -62,9 +62,10 @@ def _show(config: RLConfig, host: HostResources) -> None:
     say("\n".join([*headlines(config, plan), "", describe(plan)]))
     ranks, shared = config.trainer_ranks or config.trainer_gpus, config.trainer.tenants
     say(preflight.state_memory(config.trainer, ranks * role.trainers, 1 if shared is None else shared.slots))
-    inference_gpus = {gpu for process in plan.processes if process.server is not None for gpu in process.gpus}
-    if shared is None and (estimate := preflight.step_estimate(config, len(inference_gpus), config.trainer_gpus)):
-        say(estimate)
+    if role.is_alone and shared is None:
+        served = {gpu for process in plan.processes if process.server is not None for gpu in process.gpus}
+        if estimate := preflight.step_estimate(config, len(served), config.trainer_gpus):
+            say(estimate)
     try:
         if role.leads:
             rundir.refuse_running(config.output_dir, {rundir.LAUNCHER, *(process.name for process in plan.processes)})

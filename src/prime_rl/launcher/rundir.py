@@ -133,10 +133,8 @@ def refuse_results(output_dir: Path) -> None:
 
 
 @contextmanager
-def cleaned(
-    output_dir: Path, process: str, keep_evals: bool = False, check: Callable[[], object] = lambda: None
-) -> Iterator[None]:
-    """Apply `--clean` for `process` after a last `check`, then hold the directory's lock during the `with` block.
+def cleaned(output_dir: Path, process: str, keep_evals: bool = False) -> Iterator[None]:
+    """Apply `--clean` for `process`, then hold the directory's lock during the `with` block.
 
     So, of several processes that are started with `--clean`, only the first removes anything.
     Raises UserError: a live `rl`, the same process, or a run that has come further than its start is running here.
@@ -146,7 +144,6 @@ def cleaned(
         refuse_running(output_dir, {LAUNCHER, process})
         others = sorted(running_processes(output_dir) & _OF_ONE_RUN)
         if not others:
-            check()
             clean(output_dir, process, keep_evals)
         elif names := results(output_dir):
             raise UserError(
