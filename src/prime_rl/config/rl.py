@@ -31,6 +31,7 @@ class RLConfig(RecoverableRun, MonitorConfig):
     node_rank: NonNegativeInt | None = option(None, "Which of several nodes this is, from 0 on.", mark="one_time")
     inference_nodes: PositiveInt = option(1, "Of several nodes, the first ones, which serve; the others train.")
     rendezvous: str | None = option(None, "HOST:PORT of the first node that trains, where several that train meet.")
+    lost_node: Literal["wait", "end"] = option("wait", "Wait for a node that gives no sign of life, or end the run.")
     ready_timeout: PositiveFloat = option(1200.0, "Seconds until the inference server must be ready.")
     max_restarts: NonNegativeInt = option(3, "Restarts of a process in a row, while the run gets no further (0: none).")
     recovery_interval: PositiveInt | Literal["auto"] | None = option(

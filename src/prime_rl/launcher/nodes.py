@@ -114,7 +114,7 @@ class Nodes:
 
     def tick(self, supervisor: Supervisor, say: Callable[[str], None]) -> None:
         """Publish that this node drains, and react to the others: drain or stop with the leader, report those that are
-        lost or back. Call periodically."""
+        lost or back, and fail the run if `lost_node` is "end". Call periodically."""
         if supervisor.is_draining and self._status is not None and not self._drains:
             self._drains = True
             self._status.phase(_DRAINING)
@@ -131,7 +131,12 @@ class Nodes:
                 if not peer.is_lost:
                     silent = f"has given no sign of life for {silence:.0f} s"
                     what = f"has ended ({status.outcome})" if status.outcome else silent
-                    say(f"node {rank} ({status.host}) {what}: run the same command there again")
+                    ends = self._config.lost_node == "end"
+                    then = "ending the run" if ends else "run the same command there again"
+                    say(f"node {rank} ({status.host}) {what}: {then}")
+                    if ends:
+                        self._decision = RunOutcome.FAILURE
+                        supervisor.stop()
                 peer.is_lost = True
             else:
                 if peer.is_lost:

@@ -107,9 +107,13 @@ class Seen:
             nodes.tick(supervisor, self.lines.append)
 
 
-def test_a_node_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named once after 30 s, and once it is back. A status of an earlier run is none of a node."""
-    seen, leader = Seen(monkeypatch, tmp_path), Nodes(config(tmp_path, 1))
+@pytest.mark.parametrize(("choice", "asked", "outcome"), [("wait", [], "SUCCESS"), ("end", ["stop"], "FAILURE")])
+def test_a_node_that_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str, asked: list[str], outcome: str
+) -> None:
+    """It is named once after 30 s, once it is back, and ends the run if so configured. A status of an earlier run is
+    none of a node."""
+    seen, leader = Seen(monkeypatch, tmp_path), Nodes(config(tmp_path, 1, "--lost-node", choice))
     seen.publish(2, outcome="failed")
     for _ in range(2):
         seen.publish(0)
@@ -119,14 +123,15 @@ def test_a_node_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (line,) = seen.lines
     assert line.startswith("node 0 (")
     assert "no sign of life for 33 s" in line
-    seen.publish(0)
-    seen.look(leader)
-    assert "is back" in seen.lines[-1]
-    seen.publish(0, outcome="stopped")
-    seen.look(leader)
-    assert "has ended (stopped): run the same command there again" in seen.lines[-1]
-    assert seen.asked == []
-    assert leader.end(RunOutcome.SUCCESS) is RunOutcome.SUCCESS
+    if choice == "wait":
+        seen.publish(0)
+        seen.look(leader)
+        assert "is back" in seen.lines[-1]
+        seen.publish(0, outcome="stopped")
+        seen.look(leader)
+        assert "has ended (stopped): run the same command there again" in seen.lines[-1]
+    assert seen.asked == asked
+    assert leader.end(RunOutcome.SUCCESS).name == outcome
 
 
 def test_the_leader_decides_how_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
