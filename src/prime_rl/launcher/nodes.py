@@ -131,10 +131,10 @@ class Nodes:
                 if not peer.is_lost:
                     silent = f"has given no sign of life for {silence:.0f} s"
                     what = f"has ended ({status.outcome})" if status.outcome else silent
-                    ends = self._config.lost_node == "end"
-                    then = "ending the run" if ends else "run the same command there again"
+                    is_fatal = self._config.lost_node == "end"
+                    then = "ending the run" if is_fatal else "run the same command there again"
                     say(f"node {rank} ({status.host}) {what}: {then}")
-                    if ends:
+                    if is_fatal:
                         self._decision = RunOutcome.FAILURE
                         supervisor.stop()
                 peer.is_lost = True
