@@ -54,7 +54,7 @@ def begin(config: _Run, name: str, plan: Callable[[_Run], list[str]]) -> _Run | 
         return None
     party: Party = "trainer" if isinstance(config, TrainerConfig) else "orchestrator"
     if shares := not isinstance(config, SFTConfig):
-        compare(config, party)  # before anything is removed
+        compare(config, party, gone=False)  # before anything is removed
     with cleaned(config.output_dir, name) if config.clean else nullcontext():
         if shares:
             check_and_commit(config, party)

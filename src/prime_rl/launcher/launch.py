@@ -25,6 +25,7 @@ from prime_rl.monitor.trackers import check_trackers
 from prime_rl.orchestrator.checkpoint import resume_point
 from prime_rl.transport import tenants
 from prime_rl.transport.commit import list_steps
+from prime_rl.transport.settings import other_directory
 from prime_rl.transport.weights import REFERENCE_TOKENS
 from prime_rl.wait import WaitTimeout, wait
 
@@ -247,7 +248,8 @@ def _check(config: RLConfig) -> None:
 
 def _check_directory(config: RLConfig) -> None:
     if config.trainer.tenants is not None and {"rollouts", "weights"} & {*rundir.results(config.output_dir)}:
-        raise UserError(f"{config.output_dir} holds a run of its own: give the deployment another --output-dir")
+        other = other_directory(config.output_dir)
+        raise UserError(f"{config.output_dir} holds a run of its own: give the deployment --output-dir {other}")
     if not config.clean and not config.bench and not _resumes(config):
         rundir.refuse_results(config.output_dir)
 

@@ -14,7 +14,7 @@ from prime_rl.config.base import BaseConfig
 from prime_rl.errors import UserError, user_errors
 from prime_rl.monitor.status import ProcessStatus, new_status, read_record, read_status, status_path, write_record
 from prime_rl.transport.commit import list_steps
-from prime_rl.transport.settings import LEDGER, running_processes, suggestions
+from prime_rl.transport.settings import LEDGER, other_directory, running_processes, suggestions
 from prime_rl.wait import wait
 
 HEARTBEAT_SECONDS = 10.0
@@ -55,7 +55,10 @@ class Owner:
         with _locked(output_dir), user_errors(f"cannot write in {output_dir}", OSError):
             refuse_running(output_dir, {LAUNCHER})
             if (current := read_record(ProcessStatus, self._path)) is not None and self._is_own(current):
-                raise UserError(f"this process makes a run in {output_dir} already: wait, or give another output_dir")
+                other = other_directory(output_dir)
+                raise UserError(
+                    f"this process makes a run in {output_dir} already: wait for it, or give output_dir={other}"
+                )
             write_record(self._path, self._claim)
 
     def beat(self) -> None:
@@ -92,7 +95,8 @@ def refuse_running(output_dir: Path, names: Collection[str]) -> None:
     statuses = read_status(output_dir)
     for name in sorted(running_processes(output_dir) & set(names)):
         where = f" (pid {statuses[name].pid} on {statuses[name].host})" if name in statuses else ""
-        raise UserError(f"`{name}`{where} is running in {output_dir}: stop it, or give another --output-dir")
+        other = other_directory(output_dir)
+        raise UserError(f"`{name}`{where} is running in {output_dir}: stop it, or give --output-dir {other}")
 
 
 def results(output_dir: Path) -> list[str]:
@@ -148,7 +152,7 @@ def cleaned(output_dir: Path, process: str, keep_evals: bool = False) -> Iterato
         elif names := results(output_dir):
             raise UserError(
                 f"--clean would remove files of the running {' and '.join(others)} in {output_dir} "
-                f"({', '.join(names)}): stop that first, or give another --output-dir"
+                f"({', '.join(names)}): stop that first, or give --output-dir {other_directory(output_dir)}"
             )
         yield
 

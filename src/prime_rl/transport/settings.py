@@ -3,6 +3,7 @@
 Each process commits its own as `settings/<process>.json`, and refuses to start if a running partner's differ.
 """
 
+import itertools
 import json
 import os
 import time
@@ -29,7 +30,14 @@ _SAME = (
     "ckpt.output_dir", "router_replay", _SLOTS,
 )  # fmt: skip
 _SEQ_LEN = "seq_len"  # need not be equal: the orchestrator's samples must fit the trainer's micro-batches
+_DATA = "data"  # between trainer and orchestrator; compared with partners that are gone, too: what they committed stays
+_BATCHES, _FAKE, _UNTRAINED = "rollouts", "random samples (data.fake)", "rollouts for no trainer (trainer = false)"
+_ALONE = {
+    _FAKE: f"the trainer trains on {_FAKE}, not on what the orchestrator makes: leave data.fake out (--no-data.fake)",
+    _UNTRAINED: f"the orchestrator makes {_UNTRAINED}: give it --trainer",
+}
 _FRESH_SECONDS = 30.0  # of a heartbeat, on another host
+_START_SECONDS = 300.0  # from these settings to the first status, on another host
 
 
 @dataclass(frozen=True)
@@ -49,25 +57,33 @@ def check_and_commit(config: BaseConfig, process: Party) -> None:
     write_atomically(path, json.dumps(asdict(mine), indent=1).encode())
 
 
-def compare(config: BaseConfig, process: Party) -> ProcessSettings:
-    """Return the settings of this process, compared with those of its running partners.
+def compare(config: BaseConfig, process: Party, *, gone: bool = True) -> ProcessSettings:
+    """Return the settings of this process, compared with those of its partners, with `gone` also of former ones.
 
     Raises UserError if one differs, naming the key and both values, or if another trainer, or orchestrator, is running
     in this run.
     """
     mine, output_dir = _own(config, process), config.output_dir
-    for partner in _running(output_dir):
+    settings = mine.settings
+    for partner, running in _committed(output_dir):
         where = f"(pid {partner.status.pid} on {partner.status.host})"
+        if not (running or gone):
+            continue
         if partner.process == process:
-            if process != "inference":  # servers have addresses of their own
+            if process != "inference" and running:  # servers have addresses of their own
                 other = "--output-dir" if getattr(config, "tenant", None) is None else "--tenant.name"
                 ways = f"stop that one, or choose another {other}"
                 raise UserError(f"another {process} {where} is running in {output_dir}: {ways}")
             continue
-        if process == "orchestrator" and _SLOTS in partner.settings and attrgetter("tenant")(config) is None:
+        data = [settings[_DATA], partner.settings[_DATA]] if _DATA in settings and _DATA in partner.settings else []
+        for alone in (_ALONE[each] for each in data if each != _BATCHES):
+            raise UserError(f"in {output_dir} {alone}, start over with --clean, or choose another --output-dir")
+        shared = running and process == "orchestrator" and _SLOTS in partner.settings
+        if shared and attrgetter("tenant")(config) is None:
             joins = f"--tenant.join {output_dir} --tenant.name NAME joins it"
             raise UserError(f"the trainer {where} that runs in {output_dir} trains tenants: {joins}")
-        _compare(mine, partner, mine.settings.keys() & partner.settings.keys())
+        if running:
+            _compare(mine, partner, settings.keys() & partner.settings.keys() - {_DATA})
     return mine
 
 
@@ -88,8 +104,8 @@ def _compare(mine: ProcessSettings, partner: ProcessSettings, keys: Iterable[str
 def slots_for(config: BaseConfig, deployment: Path) -> int | None:
     """Return how many tenants the trainer of `deployment` takes; None where none for tenants runs there.
     Raises UserError if a tenant with this configuration would not fit it."""
-    for partner in _running(deployment):
-        if partner.process == "trainer" and _SLOTS in partner.settings:
+    for partner, running in _committed(deployment):
+        if running and partner.process == "trainer" and _SLOTS in partner.settings:
             _compare(_own(config, "orchestrator"), partner, ("model.name", _SEQ_LEN))
             return int(partner.settings[_SLOTS])
     return None
@@ -109,22 +125,21 @@ def _shared(config: BaseConfig, process: Party) -> dict[str, Any]:
     if getattr(config, "bench", False):
         return settings  # trainer and orchestrator are measured each by itself
     if process == "orchestrator":
-        settings["data"] = "rollouts" if attrgetter("trainer")(config) else "rollouts for no trainer (trainer = false)"
+        settings[_DATA] = _BATCHES if attrgetter("trainer")(config) else _UNTRAINED
     elif process == "trainer":
-        settings["data"] = "rollouts" if attrgetter("data.fake")(config) is None else "random samples (data.fake)"
+        settings[_DATA] = _BATCHES if attrgetter("data.fake")(config) is None else _FAKE
     return settings
 
 
-def _running(output_dir: Path) -> Iterator[ProcessSettings]:
-    """Yield what each process committed that is still running."""
-    statuses = read_status(output_dir)
+def _committed(output_dir: Path) -> Iterator[tuple[ProcessSettings, bool]]:
+    """Yield what each process committed, and whether it is still running."""
     for path in sorted((output_dir / "settings").glob("*.json")):
         if (record := read_record(ProcessSettings, path)) is not None:
-            status = statuses.get(record.process)
-            if status is None or (status.id, status.host) != (record.status.id, record.status.host):
-                status = record.status  # it has written no other yet
-            if _is_live(status):
-                yield record
+            status = read_status(output_dir).get(record.process)
+            if status is not None and (status.id, status.host) == (record.status.id, record.status.host):
+                yield record, _is_live(status)
+            else:
+                yield record, _is_live(record.status, _START_SECONDS)
 
 
 def dry_path(output_dir: Path, name: str) -> Path:
@@ -140,23 +155,29 @@ def suggestions(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
     """
     if recover and running_processes(output_dir) & {"trainer", "orchestrator"}:
         return "the other processes of that run are running: go on with them by --recover, or stop them first"
-    ways = ["remove it with --clean", "give another --output-dir"]
+    ways = ["remove it with --clean", f"give --output-dir {other_directory(output_dir)}"]
     ways += ["go on from a checkpoint with --ckpt.resume-step -1"] * saved
     ways += ["go on from whatever was committed with --recover"] * recover
     return ", or ".join([", ".join(ways[:-1]), ways[-1]])
 
 
+def other_directory(output_dir: Path) -> Path:
+    """Return a directory for another run that does not exist yet: within `outputs`, beside `outputs/NAME`."""
+    parent = output_dir if output_dir.parent == Path() else output_dir.parent
+    return next(path for number in itertools.count(2) if not (path := parent / f"run-{number}").exists())
+
+
 def running_processes(output_dir: Path) -> set[str]:
     """Return the names of the other processes that are running in a run directory."""
     statuses = read_status(output_dir).items()
-    names: set[str] = {record.process for record in _running(output_dir)}
+    names: set[str] = {record.process for record, running in _committed(output_dir) if running}
     return names | {name.partition(".")[0] for name, status in statuses if _is_live(status)}
 
 
-def _is_live(status: ProcessStatus) -> bool:
-    """Whether another process is alive; one on another host is for a while after its heartbeat."""
+def _is_live(status: ProcessStatus, fresh_seconds: float = _FRESH_SECONDS) -> bool:
+    """Whether another process is alive; one on another host is, for so long after its heartbeat."""
     if status.outcome is not None:
         return False
     if status.host == this_host():
         return status.pid != os.getpid() and is_alive(status.id)
-    return time.time() < status.heartbeat + _FRESH_SECONDS
+    return time.time() < status.heartbeat + fresh_seconds

@@ -57,7 +57,7 @@ def test_refused_before_anything_is_started(
 def test_a_deployment_takes_no_directory_of_a_run(tmp_path: Path) -> None:
     commit_empty(tmp_path / "weights" / "step_3", 3)
     tiny = {"model": {"name": str(MODEL)}, "device": "cpu", "trainer": {"lora": {}, "tenants": {}}, "inference": {}}
-    with pytest.raises(UserError, match=r"holds a run of its own: give the deployment another --output-dir"):
+    with pytest.raises(UserError, match=r"holds a run of its own: give the deployment --output-dir \S+"):
         run(from_table(DeploymentConfig, {"output_dir": tmp_path, **tiny}))
 
 

@@ -14,7 +14,7 @@ from prime_rl.launcher.rundir import LAUNCHER, Owner, clean, cleaned, refuse_res
 from prime_rl.monitor import Status, read_status
 from prime_rl.monitor.status import new_status, status_path, write_record
 from prime_rl.processes import identify
-from prime_rl.transport.settings import check_and_commit
+from prime_rl.transport.settings import check_and_commit, other_directory
 from support import partners
 from support.partners import belongs_to
 
@@ -50,6 +50,18 @@ def test_one_owner(tmp_path: Path, partner: int) -> None:
     assert status_path(tmp_path, LAUNCHER).exists(), "not the first one's any more"
     claim(tmp_path, host="elsewhere", heartbeat=1.0)
     Owner(tmp_path)
+
+
+def test_another_directory_is_suggested(tmp_path: Path, partner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: one that does not exist yet, beside the run's own; of the default one below it."""
+    monkeypatch.chdir(tmp_path)
+    claim(root := Path("outputs"), **asdict(identify(partner)))
+    with pytest.raises(UserError, match="is running in outputs: stop it, or give --output-dir outputs/run-2$"):
+        Owner(root)
+    (root / "run-2" / "weights" / "step_1").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"remove it with --clean, give --output-dir outputs/run-3, or"):
+        refuse_results(root / "run-2")
+    assert other_directory(tmp_path / "run-1") == tmp_path / "run-2"
 
 
 def test_an_owner_leaves_nothing_behind(tmp_path: Path) -> None:
