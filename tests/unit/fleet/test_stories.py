@@ -262,7 +262,12 @@ async def test_when_the_last_one_leaves_the_run_waits_and_joins_when_it_is_resta
     assert "stale" not in dropped(w)
 
 
-@story(servers=1, ends=r"no inference server for 1 s \(client.base_url.*: .* to leave", client={"ready_timeout": 1})
+@story(
+    servers=1,
+    steps=100,
+    ends=r"no inference server for 1 s \(client.base_url.*: .* to leave",
+    client={"ready_timeout": 1},
+)
 async def test_when_the_last_one_has_left_nobody_is_waited_for_without_end(w):
     await w.batch(0)
     w.servers[0].leaving = True
