@@ -1,5 +1,6 @@
 """Settings of `rl`: a whole run, its processes, and what they share."""
 
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -103,6 +104,8 @@ class RLConfig(RecoverableRun, MonitorConfig):
         yield conflict(servers >= self.nodes, none)
         meet = rank >= servers and self.nodes - servers > 1 and self.rendezvous is None
         yield conflict(meet, "several nodes that train need a <rendezvous>, HOST:PORT of the first of them")
+        malformed = self.rendezvous is not None and not re.fullmatch(r"\S+:\d+", self.rendezvous)
+        yield conflict(malformed, f"<rendezvous> {self.rendezvous}: give HOST:PORT")
         one = "each of <inference_nodes> runs one server: leave <inference_gpus> out"
         yield conflict(self.inference_gpus, one)
         for name in ("slurm", "share_gpus", "bench"):  # tenants: see `DeploymentConfig`

@@ -247,8 +247,13 @@ def _check(config: RLConfig) -> None:
 
 
 def _check_directory(config: RLConfig) -> None:
-    if config.trainer.tenants is not None and {"rollouts", "weights"} & {*rundir.results(config.output_dir)}:
-        other = other_directory(config.output_dir)
+    other = other_directory(config.output_dir)
+    if config.trainer.tenants is None:
+        if any(config.output_dir.glob("tenants/*/tenant.json")):
+            raise UserError(
+                f"{config.output_dir} holds a deployment, of `rl tenants`: give the run --output-dir {other}"
+            )
+    elif {"rollouts", "weights"} & {*rundir.results(config.output_dir)}:
         raise UserError(f"{config.output_dir} holds a run of its own: give the deployment --output-dir {other}")
     if not config.clean and not config.bench and not _resumes(config):
         rundir.refuse_results(config.output_dir)

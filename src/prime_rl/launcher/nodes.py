@@ -1,8 +1,8 @@
 """Several nodes: `rl` starts on each with the same command and its own `--node-rank`, and supervises its part.
 
-`NodeRole` says which. The leader prepares the run directory, runs the orchestrator and decides how the run ends. Nodes
-meet in `status/rl-RANK.json` of the shared run directory. Clocks are not compared: a node whose status no longer
-changes is considered lost.
+Which part `NodeRole` says. The leader, the first node that trains, prepares the run directory, runs the orchestrator
+and decides how the run ends. Nodes meet in `status/rl-RANK.json` of the shared run directory. Clocks are not compared:
+a node whose status no longer changes is considered lost.
 """
 
 import os
@@ -27,8 +27,8 @@ _OUTCOMES = {"finished": RunOutcome.SUCCESS, "failed": RunOutcome.FAILURE, "stop
 
 @dataclass
 class _Peer:
-    """Another node as it was last seen. Its status is `live` once it has changed, or appeared, while this node looks:
-    before, it may be of an earlier run."""
+    """Another node as it was last seen. A status that was there at the first look may be of an earlier run: the node is
+    `live` once this node has seen it appear or change."""
 
     status: ProcessStatus
     changed: float
@@ -91,11 +91,10 @@ class Nodes:
         return self._decision is not None
 
     def await_others(self, say: Callable[[str], None]) -> list[str]:
-        """Return the URLs of all servers once their nodes are live; on other nodes than the leader wait for that alone.
-        Ends with the first of them that has ended. Raises WaitTimeout after `ready_timeout` seconds."""
-        ranks = range(self.role.leader) if self.role.leads else [self.role.leader]
-        if not ranks:
-            return []
+        """Return the URLs of all servers: the leader waits until every other node is live, those wait for the leader
+        alone. If one of them ends meanwhile, the run has ended. Raises WaitTimeout after `ready_timeout` seconds."""
+        others = [rank for rank in range(self._config.nodes) if rank != self.role.rank]
+        ranks = others if self.role.leads else [self.role.leader]
         names = f"node{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         say(f"waiting for {names}: start the same command there, with its --node-rank")
 

@@ -151,9 +151,9 @@ def make_plan(config: RLConfig, machine: HostResources, urls: Sequence[str] = ()
     tenants = config.trainer.tenants
 
     def process(name: str, *module: str, key_variable: str = "", log: str = "", **more: Any) -> ProcessSpec:
-        """`key_variable`: gives it the servers' key."""
+        """`key_variable`: gives it the servers' key. `log`: of a trainer beside the leader's."""
         recover = [RECOVER] if config.recover and name in PAIR else []
-        argv = (sys.executable, "-m", *module, "@", str(config_path(config, name)), *recover)
+        argv = (sys.executable, "-m", *module, "@", str(config_path(config, log or name)), *recover)
         env = environment(config, machine, name, gpus[name])
         if key_variable and config.inference is not None and config.inference.api_key is not None:
             env[key_variable] = config.inference.api_key
@@ -176,7 +176,7 @@ def make_plan(config: RLConfig, machine: HostResources, urls: Sequence[str] = ()
     files: dict[Path, BaseConfig] = {
         config_path(config, LAUNCHER if role.is_alone else launcher_name(role.rank)): config
     }
-    files |= {config_path(config, process.name): sections[process.name] for process in processes}
+    files |= {config_path(config, process.log.stem): sections[process.name] for process in processes}
     external = [] if config.inference is not None else [ServerSpec(", ".join(client.base_urls), client.ready_timeout)]
     versions = "" if config.trainer.lora is None else config.trainer.lora.describe()
     versions += f", of {tenants.slots} tenants at a time" if tenants else ""

@@ -28,8 +28,8 @@ from prime_rl.transport.weights import LogprobReference, reference_tokens
 class ReferenceScorer:
     """Score the fixed prompt with the policy as it is exported. Every rank calls it, at the same point of the run.
 
-    `computed` is the dtype that the policy computes in, `exported` that of exported weights, in the form `serve`
-    of an adapter (None: there are no adapters).
+    `computed` is the dtype that the policy computes in, `exported` that of exported weights, `serve` how adapters are
+    served (None: there are none).
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class ReferenceScorer:
             if (torch.float32 if parameter in routers else computed).itemsize > exported.itemsize
         ]
         alone = world.device.type == "cuda" and all(isinstance(unit, SingleRankUnit) for unit in policy.units)
-        # What is rounded or merged meanwhile would keep its memory in the graph.
+        # The copies that rounding and merging make would keep their memory as long as the graph.
         self._replays = alone and not (self._rounded or self._merged)
-        self._compiled = False  # blocks are, for this number of tokens
+        self._compiled = False  # whether the blocks have been compiled for the prompt's length
         self._graph: torch.cuda.CUDAGraph | None = None
         self._replayed: Tensor | None = None  # logprobs [L] of the graph's last replay
 
@@ -92,7 +92,7 @@ class ReferenceScorer:
         return logprobs
 
     def _capture(self) -> None:
-        """Capture what `_forward` of compiled blocks enqueues. The masters keep their memory, which it reads."""
+        """Capture a forward pass of compiled blocks. A replay reads the trained parameters, which are never moved."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
@@ -102,7 +102,7 @@ class ReferenceScorer:
                     self._replayed = self._forward(True, True)
                 finally:
                     graph.capture_end()
-        except RuntimeError as error:  # a model that waits for the device
+        except RuntimeError as error:  # the model's forward waits for the device, which a graph cannot
             self._replays = False
             logger.info("the logprob check's forward pass cannot be a CUDA graph: {}", one_line(error))
         else:

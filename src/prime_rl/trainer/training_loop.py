@@ -1,7 +1,7 @@
 """The training loop of RL and fine-tuning, which differ in data, loss, and who follows their versions (`Recipe`)."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.config.sft import FakeSFTData
 from prime_rl.config.shared import TRAINER_STEPS
 from prime_rl.config.trainer import ConstantScheduler, FakeData, WeightsConfig
+from prime_rl.errors import UserError
 from prime_rl.monitor import Extras, read_status
 from prime_rl.monitor.monitor import bench_table
 from prime_rl.trainer import perf, router_replay, routing
@@ -38,7 +39,7 @@ from prime_rl.trainer.packing import (
     pinned,
     to_device,
 )
-from prime_rl.trainer.parallel import Moment, World, agree, close_world, init_world, now
+from prime_rl.trainer.parallel import Moment, World, agree, close_world, gather, init_world, now
 from prime_rl.trainer.policy_check import check_policy
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.report import MetricRows, Named, Report, StepMetrics, stop_signal, sum_on_device
@@ -277,15 +278,16 @@ def run(config: C, make_recipe: Callable[[C], Recipe]) -> None:
     stop = stop_signal()
     config = bench_config(config) if config.bench else config
     process = "trainer" if isinstance(config, TrainerConfig) else "sft"
-    recover = isinstance(config, TrainerConfig) and config.recover
-    before = read_status(config.output_dir).get(process) if recover else None
+    before = read_status(config.output_dir).get(process)
     world = init_world(config.device, config.dist_timeout, config.model.dp_replicate)
+    config = common_config(config, world)
+    recover = isinstance(config, TrainerConfig) and config.recover
     with ExitStack() as exit_stack:
         report = Report(config, process, world, recover=recover)
         exit_stack.push(report.end)
         recipe = make_recipe(config)
         training = Training(config, recipe, world, report, exit_stack)
-        if training.choose(None if before is None else before.outcome):
+        if training.choose(before.outcome if before is not None and recover else None):
             close_world()
             return
 
@@ -314,6 +316,25 @@ def run(config: C, make_recipe: Callable[[C], Recipe]) -> None:
         training.commit_last()
         training.finish()
     close_world()
+
+
+def common_config(config: C, world: World) -> C:
+    """Return the configuration of all ranks; whether to recover is up to rank 0. Raises UserError, on every rank, if
+    anything else differs: each of several nodes is started with settings of its own."""
+    first, *others = gather(world, config.model_dump(mode="json"))
+    for rank, other in enumerate(others, 1):
+        for key, here, there in _differences(other, first):
+            if key not in ("recover", "log"):
+                raise UserError(f"{key} is {here} for rank {rank}, and {there} for rank 0: give all nodes one file")
+    return config.model_copy(update={"recover": first["recover"]}) if "recover" in first else config
+
+
+def _differences(here: Any, there: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(here, dict) and isinstance(there, dict):
+        for name in sorted(here.keys() | there.keys()):
+            yield from _differences(here.get(name), there.get(name), f"{key}.{name}" if key else name)
+    elif here != there:
+        yield key, here, there
 
 
 def make_policy(config: Config, recipe: Recipe, source: Source, world: World, slots: int = 1) -> Policy:

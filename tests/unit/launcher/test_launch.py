@@ -61,6 +61,13 @@ def test_a_deployment_takes_no_directory_of_a_run(tmp_path: Path) -> None:
         run(from_table(DeploymentConfig, {"output_dir": tmp_path, **tiny}))
 
 
+def test_a_run_takes_no_directory_of_a_deployment(tmp_path: Path) -> None:
+    (tmp_path / "tenants" / "alice").mkdir(parents=True)
+    (tmp_path / "tenants" / "alice" / "tenant.json").write_text("{}")
+    with pytest.raises(UserError, match=r"holds a deployment, of `rl tenants`: give the run --output-dir \S+"):
+        run(config(tmp_path, model={"name": str(MODEL)}, device="cpu"))
+
+
 def test_a_finished_run_is_not_recovered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Contract: `rl --recover` of a run that has made its steps starts nothing, unless `max_steps` was raised."""
     for name in ("trainer", "orchestrator"):

@@ -45,6 +45,7 @@ def test_what_each_node_runs(tmp_path: Path) -> None:
     (orchestrator,) = [section for path, section in plans[1].configs.items() if path.stem == "orchestrator"]
     assert orchestrator.client.base_urls == ["http://a:8000/v1"]  # type: ignore[attr-defined]
     assert len({process.log for plan in plans for process in plan.processes}) == 4
+    assert len({process.argv[-1] for plan in plans for process in plan.processes}) == 4  # files of their own
 
 
 def test_one_node_that_trains_needs_no_rendezvous(tmp_path: Path) -> None:
@@ -68,6 +69,7 @@ def test_each_node_has_gpus_of_its_own(tmp_path: Path) -> None:
         (["--node-rank", "3"], "the ranks of 3 nodes are 0 to 2"),
         ([], "each of several nodes is given its node_rank"),
         (["--node-rank", "1"], "need a rendezvous"),
+        (["--node-rank", "1", "--rendezvous", "b"], "rendezvous b: give HOST:PORT"),
         (["--node-rank", "0", "--inference-nodes", "3"], "leaves none of 3 nodes to train on"),
         (["--node-rank", "0", "--nodes", "1"], "node_rank is for several nodes"),
         (["--node-rank", "0", "--rendezvous", "b:1", "--bench"], "bench is for one node"),

@@ -5,6 +5,7 @@ import math
 import shutil
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from prime_rl import faults
 from prime_rl.config import TrainerConfig
 from prime_rl.config.shared import TRAINER_STEPS, WARM_UP
 from prime_rl.errors import UserError
-from prime_rl.trainer import attention, step_tokens
+from prime_rl.trainer import attention, step_tokens, training_loop
+from prime_rl.trainer.training_loop import common_config
 from prime_rl.transport.commit import list_steps, step_dir
 from prime_rl.transport.rollouts import Sample, write_batch
 from prime_rl.transport.token_stats import read_token_stats
@@ -218,6 +220,18 @@ def test_bench(run_training, tied_model, tmp_path, heard):
         [statistics.median(measured), min(measured), max(measured)], abs=0.06
     )
     assert not any((tmp_path / name).exists() for name in ("weights", "recovery"))
+
+
+def test_nodes_with_other_settings_are_refused(tied_model, tmp_path, world, monkeypatch):
+    """Contract: all ranks train with one configuration; whether to recover is up to rank 0."""
+    mine = support.make_config(tmp_path, tied_model)
+    for change, message in (
+        ({"recover": True}, ""),
+        ({"seed": 9}, "^seed is 9 for rank 1, and 0 for rank 0: give all"),
+    ):
+        monkeypatch.setattr(training_loop, "gather", lambda _, own, change=change: [own, own | change])
+        with nullcontext() if not message else pytest.raises(UserError, match=message):
+            assert common_config(mine, world) == mine
 
 
 def test_a_wrong_policy_is_refused(run_training, tied_model, tmp_path, monkeypatch):
