@@ -323,18 +323,18 @@ def common_config(config: C, world: World) -> C:
     anything else differs: each of several nodes is started with settings of its own."""
     first, *others = gather(world, config.model_dump(mode="json"))
     for rank, other in enumerate(others, 1):
-        for key, here, there in _differences(other, first):
+        for key, value, expected in _differences(other, first):
             if key not in ("recover", "log"):
-                raise UserError(f"{key} is {here} for rank {rank}, and {there} for rank 0: give all nodes one file")
+                raise UserError(f"{key} is {value} for rank {rank}, and {expected} for rank 0: give all nodes one file")
     return config.model_copy(update={"recover": first["recover"]}) if "recover" in first else config
 
 
-def _differences(here: Any, there: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(here, dict) and isinstance(there, dict):
-        for name in sorted(here.keys() | there.keys()):
-            yield from _differences(here.get(name), there.get(name), f"{key}.{name}" if key else name)
-    elif here != there:
-        yield key, here, there
+def _differences(value: Any, expected: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(value, dict) and isinstance(expected, dict):
+        for name in sorted(value.keys() | expected.keys()):
+            yield from _differences(value.get(name), expected.get(name), f"{key}.{name}" if key else name)
+    elif value != expected:
+        yield key, value, expected
 
 
 def make_policy(config: Config, recipe: Recipe, source: Source, world: World, slots: int = 1) -> Policy:
