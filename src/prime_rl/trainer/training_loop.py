@@ -324,7 +324,7 @@ def common_config(config: C, world: World) -> C:
     first, *others = gather(world, config.model_dump(mode="json"))
     for rank, other in enumerate(others, 1):
         for key, value, expected in _differences(other, first):
-            if key not in ("recover", "log"):
+            if key.partition(".")[0] not in ("recover", "log"):
                 raise UserError(f"{key} is {value} for rank {rank}, and {expected} for rank 0: give all nodes one file")
     return config.model_copy(update={"recover": first["recover"]}) if "recover" in first else config
 
