@@ -18,8 +18,8 @@ APPLICABLE: dict[str, tuple[Kind, ...]] = {
     "prune": ("kill", "stop", "delay"),
     "pruned": ("kill", "stop"),
     "incarnation": ("kill", "stop"),
-    "lasting": ("kill", "stop", "enospc"),
-    "lasts": ("kill", "stop"),
+    "make-durable": ("kill", "stop", "enospc"),
+    "made-durable": ("kill", "stop"),
     "saved-copy": ("kill", "stop"),
     "join": ("kill", "stop", "enospc"),
     "joined": ("kill", "stop"),
@@ -66,7 +66,10 @@ def points() -> list[Point]:
         *(Point("trainer", f"{boundary}:weights/step_0") for boundary in COMMIT),
         *(Point("trainer", f"{boundary}:weights/step_2") for boundary in COMMIT),
         *(Point("trainer", f"{boundary}:weights/step_1") for boundary in ("prune", "pruned")),
-        *(Point("trainer", f"{boundary}:weights/step_3", settings=in_memory) for boundary in ("lasting", "lasts")),
+        *(
+            Point("trainer", f"{boundary}:weights/step_3", settings=in_memory)
+            for boundary in ("make-durable", "made-durable")
+        ),
         *(Point("trainer", f"{boundary}:checkpoints/step_2/trainer") for boundary in COMMIT),
         Point("trainer", "saved-copy:step_2", settings=asynchronous),
         *(Point("trainer", f"{boundary}:recovery/step_1") for boundary in COMMIT),
@@ -176,7 +179,7 @@ def _persistent() -> Iterator[Cell]:
     ):
         fault = Fault(name, process, "enospc", nth=4 if name == "ledger:begin" else 1, times=10**6)
         yield Cell(
-            "enospc, lasting", process, name, (fault,), exact="training", ends="ends", settings={"max_restarts": 2}
+            "enospc, persistent", process, name, (fault,), exact="training", ends="ends", settings={"max_restarts": 2}
         )
 
 

@@ -87,7 +87,7 @@ async def test_a_task_longer_than_the_context(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize(("of", "code"), [("env_good", "float(trace.num_turns)"), ("env_words", "task.data.answer")])
 async def test_code_that_raises_is_named(of: str, code: str, tiny_model: Path, tmp_path: Path) -> None:
-    """Contract: what a reward function or an environment's `run` raises is told with file and line, and no more."""
+    """Contract: what a reward function or an environment's `run` raises is reported with file and line, and no more."""
     source = SOURCES[of].replace(code, "{}['score']")
     write_environments(tmp_path, {f"raises_in_{of}": source})
     line = source[: source.index("{}['score']")].count("\n") + 1

@@ -90,7 +90,7 @@ async def _try(env: Any, setup: Setup, pipe: int) -> None:
     raised: Any = list[BaseException]()
     if not isinstance(env.tasks[0], dict):  # of verifiers.v1: tool servers are subprocesses, which it may not start
         type(env.tasks[0]).toolsets = type(env._env.taskset).toolsets = lambda *_: []
-    describe = ids.describe  # which is told of each exception
+    describe = ids.describe  # called with every exception
     ids.describe = lambda error: (raised.append(error), describe(error))[1]
     text, turns, faults = "", 0, set[str]()
 

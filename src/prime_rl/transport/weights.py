@@ -295,7 +295,7 @@ def make_durable(directory: Path, write: Callable[[Path], Mapping[str, TensorEnt
     with Stage(directory) as stage, disk_errors(directory, "the version stays in memory"):
         hashed = write(stage.path)
         files = stage.sync_files(file_hashes(hashed))
-        faults.point(f"lasting:{commit.subject_of(directory)}")
+        faults.point(f"make-durable:{commit.subject_of(directory)}")
         for name in files:
             os.rename(stage.path / name, directory / name)
         commit.sync(directory)
@@ -306,4 +306,4 @@ def make_durable(directory: Path, write: Callable[[Path], Mapping[str, TensorEnt
         extra = {key: value for key, value in committed.extra.items() if key != "publisher"} | {"tensors": tensors}
         durable = replace(committed, files=committed.files | files, extra=extra)
         commit.write_atomically(directory / commit.MANIFEST, json.dumps(vars(durable)).encode())
-    faults.point(f"lasts:{commit.subject_of(directory)}")
+    faults.point(f"made-durable:{commit.subject_of(directory)}")

@@ -135,7 +135,7 @@ def test_dies_and_recovers(point, save_async, run, undisturbed, tmp_path):
 @pytest.mark.parametrize(
     "point",
     [
-        "rename:weights/step_3", "lasting:weights/step_2", "lasts:weights/step_2",
+        "rename:weights/step_3", "make-durable:weights/step_2", "made-durable:weights/step_2",
         "renamed:weights/step_4/manifest.json",
     ],
 )  # fmt: skip

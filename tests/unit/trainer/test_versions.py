@@ -145,7 +145,7 @@ def test_a_durable_version_can_be_had_all_the_time(opened, monkeypatch):
     seen = list[Any]()
 
     def point(name: str, *_: object) -> None:
-        if name == "lasting:weights/step_1":
+        if name == "make-durable:weights/step_1":
             with pytest.raises(CommitError, match="never written"):
                 verify_weights(directory)
             assert {path.name for path in directory.iterdir()} == {MANIFEST}
